@@ -5,6 +5,7 @@ and Shanno; Nocedal and Wright 2006, "Numerical optimization", section 6.1). Dir
 so the end is judged by differences again.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,8 +19,12 @@ from gpy_iterative.fitting.stopping import has_converged
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 
-#: Moves of a coordinate for differences of gradients.
-DIFFERENCE = 0.01
+#: Moves of a coordinate for differences of gradients: to one side in float64, to both in float32, whose rounding hides
+#: less. With units: relative to larger values, and shortened to at most this many nats of curvature.
+DIFFERENCE, ROUNDED_DIFFERENCE = 0.01, 0.1
+MOST_NATS = 0.05
+#: Largest part that a move keeps when it is shortened, at least; shortenings before a coordinate counts as undetermined.
+SHORTENED, MAX_SHORTENED = 0.1, 20
 #: Smaller curvature along a step, relative to the known one, is replaced by this part of it (Powell's damping).
 LEAST_CURVATURE = 0.2
 #: Rounding of a value, in units of its dtype's.
@@ -41,7 +46,7 @@ class QuasiNewton(LevenbergMarquardt):
     Raises:
         ValueError: no free parameter.
 
-    Cost of a step: one gradient; at the first and the last point one for each of the p coordinates.
+    Cost of a step: one gradient; at the first and the last point one for each of the p coordinates (float32: two).
     """
 
     method = "quasi_newton"
@@ -51,13 +56,18 @@ class QuasiNewton(LevenbergMarquardt):
         super().__init__(mll, params)
         self._matrix: Tensor | None = None  # of the point before the last step, once that was assessed
         self._is_measured = False
+        position = self.coordinates.read()
+        self._is_rounded = any(torch.finfo(each.dtype).bits < 64 for each in self.coordinates.parameters)
+        difference = ROUNDED_DIFFERENCE if self._is_rounded else DIFFERENCE
+        self._moves = torch.full_like(position, difference)  # of the differences
 
     def state(self) -> dict[str, Tensor]:
-        return super().state() | ({} if self._matrix is None else {"matrix": self._matrix})
+        matrix = {} if self._matrix is None else {"matrix": self._matrix}
+        return {**super().state(), **matrix, "moves": self._moves.clone()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         super().load_state(state)
-        self._matrix = state.get("matrix")
+        self._matrix, self._moves = state.get("matrix"), state["moves"].clone()
 
     def _evaluated(self) -> Point:
         mll, model = self.mll, self.mll.model
@@ -99,19 +109,49 @@ class QuasiNewton(LevenbergMarquardt):
         parameters, state, report = self._parameters(), self.mll.training_state(), self.mll.report
         epochs, rows = 0.0, []
         try:
-            for number, place in enumerate(point.position):
-                position = point.position.clone()
-                position[number] += DIFFERENCE if place + DIFFERENCE <= self.coordinates.upper[number] else -DIFFERENCE
-                self.coordinates.write(position)
-                moved = self._evaluated()
-                epochs += moved.epochs
-                rows.append((point.gradient - moved.gradient) / (moved.position[number] - place))
+            for number in range(len(point.position)):
+                row, passes = self._measured_row(point, number)
+                epochs += passes
+                rows.append(row)
         finally:
             self._undo(parameters, state)
             self.mll.report = report
         matrix = torch.stack(rows)
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
         return (vectors * values.abs()) @ vectors.mT, epochs
+
+    def _measured_row(self, point: Point, number: int) -> tuple[Tensor, float]:
+        """A row [p] of the curvature, zero where no neighbour can be evaluated, and epochs.
+
+        Keeps the length of the move: units are unknown at first, and a far neighbour has another curvature.
+        """
+        epochs, has_units = 0.0, bool(self.coordinates.has_units[number])
+        for _ in range(MAX_SHORTENED):
+            part = SHORTENED
+            ends = [self._tried(place) for place in self._neighbours(point.position, number)]
+            found = [end for end in ends if end is not None]
+            epochs += sum(end.epochs for end in found)
+            if len(found) == len(ends):
+                first, last = [point, *found][-2:]
+                move = last.position[number] - first.position[number]
+                row = (first.gradient - last.gradient) / move
+                nats = float(row[number].abs() * move.square())
+                if not has_units or nats <= MOST_NATS:
+                    return row, epochs
+                part = max(part, math.sqrt(MOST_NATS / nats) / 2)
+            self._moves[number] *= part
+        return torch.zeros_like(point.gradient), epochs
+
+    def _neighbours(self, position: Tensor, number: int) -> list[Tensor]:
+        """The positions [p] of a difference: one, or, in float32 inside the bounds, one on each side."""
+        coordinates, place = self.coordinates, position[number]
+        scale = place.abs().clamp_min(1.0) if coordinates.has_units[number] else 1.0
+        room = (coordinates.upper[number] - coordinates.lower[number]) / 3
+        move = torch.zeros_like(position)
+        move[number] = (self._moves[number] * scale).minimum(room)
+        both = (position + move, position - move)
+        inside = [end for end in both if coordinates.lower[number] <= end[number] <= coordinates.upper[number]]
+        return inside if self._is_rounded else inside[:1]
 
 
 def updated(matrix: Tensor, step: Secant) -> Tensor:

@@ -118,6 +118,51 @@ def test_standard_errors_are_those_of_the_curvature() -> None:
     torch.testing.assert_close(torch.tensor(list(result.standard_errors.values())), expected, rtol=0.05, atol=0.0)
 
 
+class Trend(LaplaceModel):
+    """One input, with a linear mean."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        super().__init__(x, y, gpi.likelihoods.PoissonLogLikelihood())
+        self.mean_module = gpytorch.means.LinearMean(1)
+        torch.nn.init.zeros_(self.mean_module.weights)
+        torch.nn.init.zeros_(self.mean_module.bias)
+        self.to(x)
+
+
+def trend(unit: float, dtype: torch.dtype = torch.float64) -> gpi.mlls.LaplaceMarginalLogLikelihood:
+    """Counts, with inputs in these units."""
+    x = data(100)[0][:, :1]
+    y = torch.poisson(
+        (1 + 2 * x[:, 0] + 0.5 * torch.sin(9 * x[:, 0])).exp(), generator=torch.Generator().manual_seed(1)
+    )
+    model = Trend((unit * x).to(dtype), y.to(dtype))
+    model.covar_module.base_kernel.lengthscale = 0.3 * unit
+    return gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::gpy_iterative.errors.ConvergenceWarning", "ignore::linear_operator.utils.warnings.NumericalWarning"
+)
+@pytest.mark.parametrize(("unit", "dtype"), [(1e3, torch.float64), (1e6, torch.float64), (1.0, torch.float32)])
+def test_units_and_rounding_do_not_matter(unit: float, dtype: torch.dtype) -> None:
+    known, mll = trend(1.0), trend(unit, dtype)
+    expected, result = fit(known), fit(mll)
+    assert result.status is FitStatus.CONVERGED
+    assert abs(result.history[-1].value - expected.history[-1].value) * 100 < 0.1
+    mll = trend(unit, dtype)
+    kernel, optimum = mll.model.covar_module, known.model.covar_module
+    kernel.outputscale, kernel.base_kernel.lengthscale = (
+        optimum.outputscale.item(),
+        unit * optimum.base_kernel.lengthscale,
+    )
+    with torch.no_grad():
+        mll.model.mean_module.weights.copy_(known.model.mean_module.weights / unit)
+        mll.model.mean_module.bias.copy_(known.model.mean_module.bias)
+    errors, wanted = (list(each.standard_errors.values()) for each in (fit(mll), expected))
+    assert None not in errors
+    torch.testing.assert_close(torch.tensor([errors[0] * unit, *errors[1:]]), torch.tensor(wanted), rtol=0.1, atol=0.0)
+
+
 def test_a_step_is_seen_and_eigenvalues_stay_positive() -> None:
     generator = torch.Generator().manual_seed(0)
     root = torch.randn(4, 4, generator=generator, dtype=torch.float64)
