@@ -104,6 +104,10 @@ class LevenbergMarquardt(ABC):
             self._assessment = self._assessed(self.point)
         return self._assessment
 
+    def settle(self) -> Assessment:
+        """`assess()` at the end of a fit, by a curvature that gives standard errors."""
+        return self.assess()
+
     def step(self) -> Step | None:
         """One step; None, with nothing changed, if no step gains.
 

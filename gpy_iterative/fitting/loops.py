@@ -133,13 +133,14 @@ class CurvatureLoop(Loop):
             if self._best is not None and self._best[0] < found.left:
                 self._optimiser.go_to(self._best[1])
                 self._last = None
-                found = self._assess()
-            return _ended(found, limit)
+                self._assess()
+            return _ended(self._settle(), limit)
         if self._steps >= self.max_steps:
+            self._settle()
             return FitStatus.BUDGET
-        self._last, assessed, self._assessed = self._optimiser.step(), self._assessed, None
+        self._last, self._assessed = self._optimiser.step(), None
         if self._last is None:
-            self._assessed = assessed
+            self._settle()
             return FitStatus.STAGNATED
         self._steps += 1
         return None
@@ -153,6 +154,17 @@ class CurvatureLoop(Loop):
             self._best = found.left, point.position
         self._seen.append(self._last is None or _is_visible(self._last, found))
         self.history.append(self._row(point, found, found.curvature.epochs + evaluated, time.perf_counter() - start))
+        return found
+
+    def _settle(self) -> Assessment:
+        """The assessment at the end, which the last row tells."""
+        start, known = time.perf_counter(), self._optimiser.assess()
+        self._assessed = None  # until Ctrl-C cannot come between
+        found, last = self._optimiser.settle(), self.history[-1]
+        if found is not known:
+            epochs, seconds = found.curvature.epochs + (last.epochs or 0.0), last.seconds + time.perf_counter() - start
+            self.history[-1] = replace(last, left_to_gain=found.left, noise=found.noise, epochs=epochs, seconds=seconds)
+        self._assessed = found
         return found
 
     def _row(self, point: Point, found: Assessment, epochs: float, seconds: float) -> HistoryRow:
@@ -187,7 +199,7 @@ class CurvatureLoop(Loop):
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
         coordinates = self._optimiser.coordinates
-        if self._assessed is None:
+        if self._assessed is None or self._assessed.curvature.is_learned:
             return without_errors(coordinates)
         return estimated(
             coordinates,
@@ -198,7 +210,7 @@ class CurvatureLoop(Loop):
         )
 
     def irrelevant(self) -> tuple[str, ...]:
-        if self._assessed is None:
+        if self._assessed is None or self._assessed.curvature.is_learned:
             return ()
         return irrelevant_inputs(self._optimiser.coordinates, self._assessed.curvature.matrix)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.fitting.curvature import Curvature
 from gpy_iterative.fitting.levenberg_marquardt import LevenbergMarquardt
-from gpy_iterative.fitting.points import Assessment, Point, Secant
+from gpy_iterative.fitting.points import Assessment, Point, Secant, Step
 from gpy_iterative.fitting.stopping import has_converged
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
 from gpy_iterative.training.likelihood_params import likelihood_arguments
@@ -55,7 +55,6 @@ class QuasiNewton(LevenbergMarquardt):
     def __init__(self, mll: Any, *, params: Sequence[Any] = ()) -> None:
         super().__init__(mll, params)
         self._matrix: Tensor | None = None  # of the point before the last step, once that was assessed
-        self._is_measured = False
         position = self.coordinates.read()
         self._is_rounded = any(torch.finfo(each.dtype).bits < 64 for each in self.coordinates.parameters)
         difference = ROUNDED_DIFFERENCE if self._is_rounded else DIFFERENCE
@@ -90,19 +89,32 @@ class QuasiNewton(LevenbergMarquardt):
 
     def _assessed(self, point: Point) -> Assessment:
         found = super()._assessed(point)
-        if self._is_measured or not has_converged(found.left, found.noise):
+        if not found.curvature.is_learned or not has_converged(found.left, found.noise):
             return found
         self._matrix = None
         return super()._assessed(point)
 
+    def settle(self) -> Assessment:
+        if self.assess().curvature.is_learned:
+            self._matrix = self._assessment = None
+        return self.assess()
+
+    def step(self) -> Step | None:
+        damping, made = self._damping, super().step()
+        if made is None and self.assess().curvature.is_learned:
+            self._damping = damping
+            self.settle()
+            made = super().step()
+        return made
+
     def _curvature(self, point: Point) -> Curvature:
-        self._is_measured, epochs = self._matrix is None, 0.0
+        is_learned, epochs = self._matrix is not None, 0.0
         if self._matrix is None:
             self._matrix, epochs = self._measured(point)
         elif self._last is not None:
             self._matrix = updated(self._matrix, self._last)
         nothing = torch.zeros_like(point.gradient)
-        return Curvature(self._matrix, nothing, nothing.bool(), None, epochs)
+        return Curvature(self._matrix, nothing, nothing.bool(), None, epochs, is_learned)
 
     def _measured(self, point: Point) -> tuple[Tensor, float]:
         """The curvature [p, p] with positive eigenvalues, and epochs."""

@@ -196,6 +196,32 @@ def test_a_bound_is_held() -> None:
     assert [each.name for each in result.hyperparameters if each.at_bound] == ["covar_module.base_kernel.lengthscale"]
 
 
+def test_without_steps_left_the_end_is_measured() -> None:
+    mll = heavy_tails()
+    result = fit(mll, max_steps=3)
+    assert result.status is FitStatus.BUDGET
+    expected = QuasiNewton(mll).assess()
+    assert result.history[-1].left_to_gain == pytest.approx(expected.left, rel=1e-3)
+    errors = expected.matrix.inverse().diagonal().sqrt().tolist()
+    found = list(result.standard_errors.values())
+    known = [number for number, error in enumerate(found) if error is not None]
+    assert len(known) >= 3
+    assert [found[number] for number in known] == pytest.approx([errors[number] for number in known], rel=1e-3)
+
+
+def test_a_learned_curvature_gives_no_standard_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    mll, forward, seen = bernoulli(n=40), gpi.mlls.LaplaceMarginalLogLikelihood.forward, []
+
+    def interrupted(*args: Any) -> Tensor:
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    monkeypatch.setattr(gpi.mlls.LaplaceMarginalLogLikelihood, "forward", interrupted)
+    result = fit(mll, callback=lambda row: seen.append(row) if row.step > 0 else None)
+    assert (result.status, result.has_standard_errors) == (FitStatus.BUDGET, False)
+
+
 def test_a_resumed_fit_is_the_same(tmp_path: Path) -> None:
     whole, first, second = (bernoulli(n=40) for _ in range(3))
     expected = fit(whole)
