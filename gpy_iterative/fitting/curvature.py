@@ -41,7 +41,7 @@ class Curvature:
         linear: [p], values that the mean alone depends on; most means are linear in them.
         solutions: H^-1 Q [*b, n, c], initial guess for the next point; None for Cholesky.
         epochs: passes of the solve over the kernel matrix.
-        is_learned: from steps: nothing is known of other directions, so it gives no standard errors.
+        is_rough: by differences to one side, or from steps, which say nothing of other directions: no standard errors.
     """
 
     matrix: Tensor
@@ -49,7 +49,7 @@ class Curvature:
     linear: Tensor
     solutions: Tensor | None
     epochs: float
-    is_learned: bool = False
+    is_rough: bool = False
 
 
 def average_information(

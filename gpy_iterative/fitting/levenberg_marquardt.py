@@ -184,7 +184,9 @@ class LevenbergMarquardt(ABC):
         self._is_inside = True
 
     def _assessed(self, point: Point) -> Assessment:
-        curvature = self._curvature(point)
+        return self._assessed_by(self._curvature(point), point)
+
+    def _assessed_by(self, curvature: Curvature, point: Point) -> Assessment:
         gradient = point.gradient + curvature.correction
         is_lowest, is_highest = self.coordinates.at_bounds(point.position)
         held = (is_lowest & (gradient < 0)) | (is_highest & (gradient > 0))

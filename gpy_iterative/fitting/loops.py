@@ -199,7 +199,7 @@ class CurvatureLoop(Loop):
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
         coordinates = self._optimiser.coordinates
-        if self._assessed is None or self._assessed.curvature.is_learned:
+        if self._assessed is None or self._assessed.curvature.is_rough:
             return without_errors(coordinates)
         return estimated(
             coordinates,
@@ -210,7 +210,7 @@ class CurvatureLoop(Loop):
         )
 
     def irrelevant(self) -> tuple[str, ...]:
-        if self._assessed is None or self._assessed.curvature.is_learned:
+        if self._assessed is None or self._assessed.curvature.is_rough:
             return ()
         return irrelevant_inputs(self._optimiser.coordinates, self._assessed.curvature.matrix)
 

@@ -2,25 +2,26 @@
 
 The curvature comes from differences of gradients at the first point, and follows the steps (Broyden, Fletcher, Goldfarb
 and Shanno; Nocedal and Wright 2006, "Numerical optimization", section 6.1). Directions that no step took are unknown to it,
-so the end is judged by differences again.
+so the end is judged by central differences.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.fitting.curvature import Curvature
-from gpy_iterative.fitting.levenberg_marquardt import LevenbergMarquardt
+from gpy_iterative.fitting.levenberg_marquardt import RADIUS, LevenbergMarquardt
 from gpy_iterative.fitting.points import Assessment, Point, Secant, Step
 from gpy_iterative.fitting.stopping import has_converged
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 
-#: Moves of a coordinate for differences of gradients: to one side in float64, to both in float32, whose rounding hides
-#: less. With units: relative to larger values, and shortened to at most this many nats of curvature.
+#: Moves of a coordinate for differences of gradients, in float64 and in float32. With units: relative to larger values, and
+#: shortened to at most this many nats of curvature.
 DIFFERENCE, ROUNDED_DIFFERENCE = 0.01, 0.1
 MOST_NATS = 0.05
 #: Largest part that a move keeps when it is shortened, at least; shortenings before a coordinate counts as undetermined.
@@ -46,7 +47,7 @@ class QuasiNewton(LevenbergMarquardt):
     Raises:
         ValueError: no free parameter.
 
-    Cost of a step: one gradient; at the first and the last point one for each of the p coordinates (float32: two).
+    Cost of a step: one gradient; at the first point also one for each of the p coordinates, at the last two.
     """
 
     method = "quasi_newton"
@@ -56,8 +57,8 @@ class QuasiNewton(LevenbergMarquardt):
         super().__init__(mll, params)
         self._matrix: Tensor | None = None  # of the point before the last step, once that was assessed
         position = self.coordinates.read()
-        self._is_rounded = any(torch.finfo(each.dtype).bits < 64 for each in self.coordinates.parameters)
-        difference = ROUNDED_DIFFERENCE if self._is_rounded else DIFFERENCE
+        is_rounded = any(torch.finfo(each.dtype).bits < 64 for each in self.coordinates.parameters)
+        difference = ROUNDED_DIFFERENCE if is_rounded else DIFFERENCE
         self._moves = torch.full_like(position, difference)  # of the differences
 
     def state(self) -> dict[str, Tensor]:
@@ -89,40 +90,43 @@ class QuasiNewton(LevenbergMarquardt):
 
     def _assessed(self, point: Point) -> Assessment:
         found = super()._assessed(point)
-        if not found.curvature.is_learned or not has_converged(found.left, found.noise):
-            return found
-        self._matrix = None
-        return super()._assessed(point)
+        return self._judged(point) if has_converged(found.left, found.noise) else found
+
+    def _judged(self, point: Point) -> Assessment:
+        """By central differences."""
+        curvature = self._measured(point, both_sides=True)
+        self._matrix = curvature.matrix
+        return self._assessed_by(curvature, point)
 
     def settle(self) -> Assessment:
-        if self.assess().curvature.is_learned:
-            self._matrix = self._assessment = None
-        return self.assess()
+        found = self.assess()
+        if found.curvature.is_rough:
+            found = self._assessment = self._judged(self.point)
+        return found
 
     def step(self) -> Step | None:
         damping, made = self._damping, super().step()
-        if made is None and self.assess().curvature.is_learned:
+        if made is None and self.assess().curvature.is_rough:
             self._damping = damping
             self.settle()
             made = super().step()
         return made
 
     def _curvature(self, point: Point) -> Curvature:
-        is_learned, epochs = self._matrix is not None, 0.0
         if self._matrix is None:
-            self._matrix, epochs = self._measured(point)
-        elif self._last is not None:
-            self._matrix = updated(self._matrix, self._last)
-        nothing = torch.zeros_like(point.gradient)
-        return Curvature(self._matrix, nothing, nothing.bool(), None, epochs, is_learned)
+            found = self._measured(point, both_sides=False)
+        else:
+            found = _known(self._matrix if self._last is None else updated(self._matrix, self._last))
+        self._matrix = found.matrix
+        return found
 
-    def _measured(self, point: Point) -> tuple[Tensor, float]:
-        """The curvature [p, p] with positive eigenvalues, and epochs."""
+    def _measured(self, point: Point, *, both_sides: bool) -> Curvature:
+        """The curvature by differences, with positive eigenvalues."""
         parameters, state, report = self._parameters(), self.mll.training_state(), self.mll.report
         epochs, rows = 0.0, []
         try:
             for number in range(len(point.position)):
-                row, passes = self._measured_row(point, number)
+                row, passes = self._measured_row(point, number, both_sides=both_sides)
                 epochs += passes
                 rows.append(row)
         finally:
@@ -130,17 +134,23 @@ class QuasiNewton(LevenbergMarquardt):
             self.mll.report = report
         matrix = torch.stack(rows)
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-        return (vectors * values.abs()) @ vectors.mT, epochs
+        positive = values.abs()
+        if both_sides:
+            # The end is no optimum if the value grows ever faster in some direction: as far as a step may go counts.
+            slopes = vectors.mT @ point.gradient
+            gains = slopes.abs() * RADIUS + 0.5 * positive * RADIUS**2
+            positive = torch.where(values < 0, slopes.square() / (2 * gains), positive)
+        return replace(_known((vectors * positive) @ vectors.mT), epochs=epochs, is_rough=not both_sides)
 
-    def _measured_row(self, point: Point, number: int) -> tuple[Tensor, float]:
+    def _measured_row(self, point: Point, number: int, *, both_sides: bool) -> tuple[Tensor, float]:
         """A row [p] of the curvature, zero where no neighbour can be evaluated, and epochs.
 
         Keeps the length of the move: units are unknown at first, and a far neighbour has another curvature.
         """
         epochs, has_units = 0.0, bool(self.coordinates.has_units[number])
         for _ in range(MAX_SHORTENED):
-            part = SHORTENED
-            ends = [self._tried(place) for place in self._neighbours(point.position, number)]
+            part, neighbours = SHORTENED, self._neighbours(point.position, number)
+            ends = [self._tried(place) for place in (neighbours if both_sides else neighbours[:1])]
             found = [end for end in ends if end is not None]
             epochs += sum(end.epochs for end in found)
             if len(found) == len(ends):
@@ -155,15 +165,19 @@ class QuasiNewton(LevenbergMarquardt):
         return torch.zeros_like(point.gradient), epochs
 
     def _neighbours(self, position: Tensor, number: int) -> list[Tensor]:
-        """The positions [p] of a difference: one, or, in float32 inside the bounds, one on each side."""
+        """The positions [p] of a difference, one on each side inside the bounds."""
         coordinates, place = self.coordinates, position[number]
         scale = place.abs().clamp_min(1.0) if coordinates.has_units[number] else 1.0
         room = (coordinates.upper[number] - coordinates.lower[number]) / 3
         move = torch.zeros_like(position)
         move[number] = (self._moves[number] * scale).minimum(room)
         both = (position + move, position - move)
-        inside = [end for end in both if coordinates.lower[number] <= end[number] <= coordinates.upper[number]]
-        return inside if self._is_rounded else inside[:1]
+        return [end for end in both if coordinates.lower[number] <= end[number] <= coordinates.upper[number]]
+
+
+def _known(matrix: Tensor) -> Curvature:
+    nothing = matrix.new_zeros(len(matrix))
+    return Curvature(matrix, nothing, nothing.bool(), None, 0.0, is_rough=True)
 
 
 def updated(matrix: Tensor, step: Secant) -> Tensor:

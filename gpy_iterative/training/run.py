@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
@@ -27,6 +28,12 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
     if isinstance(generator, torch.Generator):
         return generator
     return torch.Generator().manual_seed(torch.initial_seed() if generator is None else generator)
+
+
+def stream_generator(seed: int, *stream: int) -> torch.Generator:
+    """A generator for one of the streams of a seed; mixed, since with sums neighbouring seeds would share most of them."""
+    mixed = np.random.SeedSequence((seed % 2**64, *stream)).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(mixed[0]))
 
 
 @dataclass(frozen=True)

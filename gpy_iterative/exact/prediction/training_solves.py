@@ -24,11 +24,12 @@ from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus, warn_of
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.progress import Progress, reporting_solve
+from gpy_iterative.training.run import stream_generator
 from gpy_iterative.training.snapshot import OwnLock
 from gpy_iterative.training.training_system import TrainingSystem
 
-#: First seed for the noise of new observations, far from all others.
-NOISE_STREAM = 2**40
+#: Streams of random numbers: of the solver, of each prior sample, of the noise of new observations.
+SOLVER, SAMPLE, NOISE = range(3)
 #: The largest residual of the default solver, in standard deviations of the noise: per datum, and where products are cheap
 #: its norm, a bound on errors of means in posterior standard deviations.
 NOISE_PART, NOISE_NORM = 0.01, 0.3
@@ -53,7 +54,7 @@ class PriorDraws:
     def extended(self, system: TrainingSystem, seed: int) -> "PriorDraws":
         """The same functions with new data at the end, where solutions are zero."""
         shape, base = system.operator.shape[:-1], self.draws["noise_base"]
-        generator = torch.Generator().manual_seed((seed + NOISE_STREAM + base.shape[-2]) % 2**63)
+        generator = stream_generator(seed, NOISE, base.shape[-2])
         noise = torch.randn(
             (shape[-1] - base.shape[-2], base.shape[-1]), generator=generator, device=generator.device, dtype=base.dtype
         )
@@ -191,8 +192,8 @@ class TrainingSolves:
         """Samples, each with its own seed, with the known or the first one's frequencies."""
         terms, parts = self.system.terms(), []
         for number in numbers:
-            others = parts[0] if parts else known
-            parts.append(self.features.draw(self.system.operator, terms, self._generator(1 + number), others=others))
+            others, generator = parts[0] if parts else known, stream_generator(self._seed, SAMPLE, number)
+            parts.append(self.features.draw(self.system.operator, terms, generator, others=others))
         shared = frequency_draws(parts[0])
         own = parts[0].keys() - shared.keys()
         return shared | {name: torch.cat([part[name] for part in parts], dim=-1) for name in own}
@@ -214,7 +215,7 @@ class TrainingSolves:
                 guess, epochs = locally_corrected(operator, rhs, guess, num_known)
         with reporting_solve(self._progress) as callback:
             solution = self.solver.solve(
-                operator, rhs, initial_guess=guess, generator=self._generator(0), callback=callback
+                operator, rhs, initial_guess=guess, generator=stream_generator(self._seed, SOLVER), callback=callback
             )
         if solution.status is not SolveStatus.CONVERGED:
             warn_of("A linear solve for predictions", solution.status, solution.stats, rhs.dtype)
@@ -234,9 +235,6 @@ class TrainingSolves:
     def _solved(self, draws: Draws, guess: Tensor | None = None, num_known: int | None = None) -> PriorDraws:
         vectors = self.features.probes(self.system.operator, self.system.terms(), draws).vectors
         return PriorDraws(draws, self._solve(vectors, guess, num_known)[0])
-
-    def _generator(self, stream: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self._seed + stream)
 
 
 def _fitting(weights: Tensor | None, system: TrainingSystem) -> Tensor | None:

@@ -48,6 +48,17 @@ def test_a_seed_serves_as_a_generator() -> None:
     assert (first - other).abs().max() > 1e-3
 
 
+def test_neighbouring_seeds_share_no_path() -> None:
+    """Path j had the seed `seed + j`: its neighbour's path j - 1, but for the frequencies."""
+    case, x = CASES["matern-3/2"](), held_out_points(5)
+    first, second = (
+        PathwisePosterior(case.model, case.likelihood, generator=seed).sample_paths(400)(x) for seed in (0, 1)
+    )
+    for shift in (-1, 0, 1):
+        correlations = torch.corrcoef(torch.cat([first, second.roll(shift, 0)], dim=1).mT)[:5, 5:].diagonal()
+        assert correlations.abs().max() < 4 / 400**0.5
+
+
 @pytest.mark.slow
 def test_the_spread_of_paths_where_a_lengthscale_has_many_data() -> None:
     """The posterior is then made of high frequencies. The kernel's own frequencies spread .79 and 1.07 times as much."""
