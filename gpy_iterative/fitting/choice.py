@@ -10,8 +10,8 @@ from gpytorch.kernels import InducingPointKernel
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
 from gpy_iterative.exact.validation import check_data
 from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
-from gpy_iterative.fitting.directional import directional_product
-from gpy_iterative.fitting.quasi_newton import HasExactValues
+from gpy_iterative.fitting.steps.directional import directional_product
+from gpy_iterative.fitting.steps.quasi_newton import HasExactValues
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.run import Resumable
 from gpy_iterative.training.training_system import TrainingSystem, check_has_data, linear_system

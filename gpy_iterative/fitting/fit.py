@@ -13,13 +13,13 @@ from gpytorch.mlls import MarginalLogLikelihood
 from gpy_iterative.checks import check_count, check_params
 from gpy_iterative.errors import CheckpointError
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
-from gpy_iterative.fitting.adam import AdamSteps, Batches
-from gpy_iterative.fitting.average_information import AverageInformation
 from gpy_iterative.fitting.checkpoint import Checkpoint, check_can_save, read_checkpoint
 from gpy_iterative.fitting.choice import Choice, Method, choose, system_now
 from gpy_iterative.fitting.loops import AdamLoop, CurvatureLoop, Loop
-from gpy_iterative.fitting.quasi_newton import QuasiNewton
 from gpy_iterative.fitting.result import FitResult, HistoryRow
+from gpy_iterative.fitting.steps.adam import AdamSteps, Batches
+from gpy_iterative.fitting.steps.average_information import AverageInformation
+from gpy_iterative.fitting.steps.quasi_newton import QuasiNewton
 from gpy_iterative.fitting.subsets import check_subsets, initialize_from_subsets
 from gpy_iterative.training.data_advice import warn_of_data, warn_of_inputs
 from gpy_iterative.training.progress import Progress, check_progress

@@ -11,12 +11,12 @@ from typing import Any
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.fitting.adam import AdamSteps
 from gpy_iterative.fitting.checkpoint import write_checkpoint
 from gpy_iterative.fitting.coordinates import Coordinates, free_parameters
-from gpy_iterative.fitting.levenberg_marquardt import LevenbergMarquardt
-from gpy_iterative.fitting.points import Assessment, Point, Step
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
+from gpy_iterative.fitting.steps.adam import AdamSteps
+from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
+from gpy_iterative.fitting.steps.points import Assessment, Point, Step
 from gpy_iterative.fitting.stopping import LEFT, NEAR, NOISE, FitStatus, has_converged, has_stalled, is_drowned
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
 from gpy_iterative.training.progress import Progress, reporting

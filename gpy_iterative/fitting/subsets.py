@@ -15,9 +15,9 @@ from torch import Tensor
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
 from gpy_iterative.exact.hutchinson import HutchinsonMarginalLogLikelihood
-from gpy_iterative.fitting.average_information import AverageInformation
 from gpy_iterative.fitting.choice import choose
 from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.fitting.steps.average_information import AverageInformation
 from gpy_iterative.training.progress import Progress, check_progress, reporting
 from gpy_iterative.training.run import make_generator
 from gpy_iterative.training.training_system import check_has_data, check_inputs

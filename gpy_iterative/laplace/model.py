@@ -41,7 +41,7 @@ class IterativeLaplaceGP(GP):
         train_targets: [n]; long for a SoftmaxLikelihood.
         likelihood: any that factorises over points.
         num_latents: C, checked against `forward`; None accepts any.
-        solver: None is `LaplaceCholesky` up to n C = 2,000, else `LaplaceNewton`.
+        solver: None is `LaplaceCholesky()` up to n C = 2,000, else `LaplaceNewton(num_covariance_actions=100)`.
         products: options of kernel products.
         seed: for sample paths and Monte Carlo predictions.
         num_refinements: refinements of predictions towards the variational approximation; the evidence stays Laplace's.

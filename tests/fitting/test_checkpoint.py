@@ -10,7 +10,7 @@ from gpytorch.constraints import GreaterThan
 from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 
 import gpy_iterative as gpi
-from gpy_iterative.fitting.adam import AdamSteps
+from gpy_iterative.fitting.steps.adam import AdamSteps
 from tests.exact.gaussian_models import CASES, Regression
 from tests.fitting.problems import ITERATIVE, data, regression
 

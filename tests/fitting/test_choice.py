@@ -8,8 +8,8 @@ import torch
 from gpytorch import kernels
 
 import gpy_iterative as gpi
-from gpy_iterative.fitting.adam import AdamSteps
 from gpy_iterative.fitting.choice import choose
+from gpy_iterative.fitting.steps.adam import AdamSteps
 from tests.exact.gaussian_models import CASES, Regression
 from tests.fitting.problems import data, regression
 

@@ -9,7 +9,7 @@ import torch
 
 import gpy_iterative as gpi
 from gpy_iterative.fitting.coordinates import Coordinates
-from gpy_iterative.fitting.curvature import Curvature, average_information, gradient_noise, prior_information
+from gpy_iterative.fitting.steps.curvature import Curvature, average_information, gradient_noise, prior_information
 from gpy_iterative.linear_operators.radial.functions import MATERN
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.training.likelihood_params import likelihood_arguments

@@ -14,8 +14,9 @@ import torch
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import DataWarning
-from gpy_iterative.fitting import FitStatus, levenberg_marquardt
+from gpy_iterative.fitting import FitStatus
 from gpy_iterative.fitting.loops import CurvatureLoop
+from gpy_iterative.fitting.steps import levenberg_marquardt
 from tests.exact.gaussian_models import CASES, Case, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_information, dense_optimum, dense_value, regression
 from tests.laplace.cases import Exposed, LaplaceModel
@@ -157,7 +158,7 @@ def test_noise() -> None:
 def test_probes_whose_vectors_would_fill_the_memory_are_not_taken(
     monkeypatch: pytest.MonkeyPatch, most: int, probes: int
 ) -> None:
-    monkeypatch.setattr("gpy_iterative.fitting.average_information.MOST_ENTRIES", most)
+    monkeypatch.setattr("gpy_iterative.fitting.steps.average_information.MOST_ENTRIES", most)
     mll = regression(200, solver=ITERATIVE, num_probes=2, probes="rademacher")
     loop = CurvatureLoop(gpi.fitting.AverageInformation(mll), [], 10)
     assert loop.run(None, (), False, None).status is FitStatus.NOISE

@@ -11,10 +11,11 @@ from gpytorch.constraints import LessThan
 from torch import Tensor
 
 import gpy_iterative as gpi
-from gpy_iterative.fitting import FitStatus, quasi_newton
+from gpy_iterative.fitting import FitStatus
 from gpy_iterative.fitting.coordinates import Coordinates
-from gpy_iterative.fitting.points import Secant
-from gpy_iterative.fitting.quasi_newton import QuasiNewton, updated
+from gpy_iterative.fitting.steps import quasi_newton
+from gpy_iterative.fitting.steps.points import Secant
+from gpy_iterative.fitting.steps.quasi_newton import QuasiNewton, updated
 from tests.fitting.problems import data
 from tests.laplace.cases import LaplaceModel
 

@@ -10,8 +10,8 @@ import torch
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.fitting import AverageInformation
-from gpy_iterative.fitting.levenberg_marquardt import FIRST_DAMPING, RADIUS, RIDGE
-from gpy_iterative.fitting.points import Secant
+from gpy_iterative.fitting.steps.levenberg_marquardt import FIRST_DAMPING, RADIUS, RIDGE
+from gpy_iterative.fitting.steps.points import Secant
 from tests.exact.gaussian_models import CASES, Case, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_information, dense_value, regression
 
@@ -167,9 +167,9 @@ def test_the_solver_of_large_multitask_models_is_conjugate_gradients(monkeypatch
     """Their targets [n, T] have as many entries as H has rows."""
     case = CASES["multitask"]()  # 25 rows, two tasks
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
-    monkeypatch.setattr("gpy_iterative.fitting.average_information.EXACT_BELOW", 40)
+    monkeypatch.setattr("gpy_iterative.fitting.steps.average_information.EXACT_BELOW", 40)
     assert isinstance(AverageInformation(mll).mll.solver, gpi.solvers.ConjugateGradients)
-    monkeypatch.setattr("gpy_iterative.fitting.average_information.EXACT_BELOW", 50)
+    monkeypatch.setattr("gpy_iterative.fitting.steps.average_information.EXACT_BELOW", 50)
     assert AverageInformation(mll).mll.solver is None
 
 

@@ -79,8 +79,10 @@ class LaplaceNewton(LaplaceSolver):
         return _SubspaceSteps(problem, self)
 
 
-def default_laplace_solver(size: int) -> LaplaceSolver:
-    return LaplaceCholesky() if size <= EXACT_LATENTS else LaplaceNewton()
+def default_laplace_solver(size: int, *, num_covariance_actions: int = 0) -> LaplaceSolver:
+    if size <= EXACT_LATENTS:
+        return LaplaceCholesky()
+    return LaplaceNewton(num_covariance_actions=num_covariance_actions)
 
 
 class _SubspaceSteps(StepSolver):

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 #: Test points per chunk of k(x, X) Q.
 CHUNK_POINTS = 1024
+#: Further actions of the default solver, some ten products: few Newton steps leave much of the variance undetermined.
+COVARIANCE_ACTIONS = 100
 #: Largest negative variance from rounding, relative to the prior's.
 NEGATIVE_VARIANCE = 1e-6
 
@@ -69,7 +71,7 @@ class LaplacePosterior:
     Args:
         model: with training data; its `forward` returns the prior.
         likelihood: any that factorises over points.
-        solver: None chooses by size.
+        solver: None is `LaplaceCholesky()` up to n C = 2,000, else `LaplaceNewton(num_covariance_actions=100)`.
         products: options of kernel products.
         seed: for sample paths and covariance actions.
         initial_weights: warm start v [n, C].
@@ -266,7 +268,9 @@ class LaplacePosterior:
         return LaplaceFit(snapshot, inputs, targets, params, prior, distribution, is_single, *found)
 
     def _mode_solver(self, prior: LatentPrior) -> LaplaceSolver:
-        return default_laplace_solver(prior.size) if self._solver is None else self._solver
+        if self._solver is not None:
+            return self._solver
+        return default_laplace_solver(prior.size, num_covariance_actions=COVARIANCE_ACTIONS)
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self._seed)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.exact.base import Evaluation
-from gpy_iterative.fitting.curvature import Curvature
+from gpy_iterative.fitting.steps.curvature import Curvature
 from gpy_iterative.linear_solvers.solution import SolveStatus
 
 #: Used range of a step's curvature, relative to the average information.

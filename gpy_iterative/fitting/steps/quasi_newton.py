@@ -13,9 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gpy_iterative.fitting.curvature import Curvature
-from gpy_iterative.fitting.levenberg_marquardt import RADIUS, LevenbergMarquardt
-from gpy_iterative.fitting.points import Assessment, Point, Secant, Step
+from gpy_iterative.fitting.steps.curvature import Curvature
+from gpy_iterative.fitting.steps.levenberg_marquardt import RADIUS, LevenbergMarquardt
+from gpy_iterative.fitting.steps.points import Assessment, Point, Secant, Step
 from gpy_iterative.fitting.stopping import has_converged
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
 from gpy_iterative.training.likelihood_params import likelihood_arguments

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
-from gpy_iterative.fitting.curvature import NOISE_SAMPLES, Curvature, average_information, gradient_noise
-from gpy_iterative.fitting.levenberg_marquardt import LevenbergMarquardt
-from gpy_iterative.fitting.points import Assessment, Point
+from gpy_iterative.fitting.steps.curvature import NOISE_SAMPLES, Curvature, average_information, gradient_noise
+from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
+from gpy_iterative.fitting.steps.points import Assessment, Point
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, conjugate_gradients

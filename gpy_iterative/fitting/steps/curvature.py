@@ -14,7 +14,7 @@ from torch import Tensor
 from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
 from gpy_iterative.exact.estimates import DensityEstimate
 from gpy_iterative.fitting.coordinates import Coordinates
-from gpy_iterative.fitting.directional import directional_product, tangents
+from gpy_iterative.fitting.steps.directional import directional_product, tangents
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import conjugate_gradients

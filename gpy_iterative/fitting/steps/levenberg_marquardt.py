@@ -19,9 +19,9 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_params
 from gpy_iterative.fitting.coordinates import Coordinates
-from gpy_iterative.fitting.curvature import Curvature
-from gpy_iterative.fitting.points import Assessment, Point, Secant, Step
 from gpy_iterative.fitting.prior_support import is_in_supports
+from gpy_iterative.fitting.steps.curvature import Curvature
+from gpy_iterative.fitting.steps.points import Assessment, Point, Secant, Step
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.worker_threads import CPU
 
