@@ -6,6 +6,9 @@ attempt on a `NotPSDError` and lets a `NumericalWarning` pass.
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from linear_operator.utils.errors import NanError, NotPSDError
@@ -14,9 +17,27 @@ from linear_operator.utils.warnings import NumericalWarning
 #: Packages between a user's line and ours: warnings skip their lines.
 _BETWEEN = {"gpy_iterative", "gpytorch", "torch", "linear_operator", "botorch", "scipy", "contextlib", "functools"}
 
+_Held = list[tuple[str, type[Warning]]]
+_held: ContextVar[_Held | None] = ContextVar("held", default=None)
+
+
+@contextmanager
+def held_warnings() -> Iterator[_Held]:
+    """Collects messages and categories of `warn` instead of emitting them: of a trial that may be undone."""
+    held: _Held = []
+    token = _held.set(held)
+    try:
+        yield held
+    finally:
+        _held.reset(token)
+
 
 def warn(message: str, category: type[Warning]) -> None:
     """`warnings.warn` that points at the user's line, at any depth."""
+    held = _held.get()
+    if held is not None:
+        held.append((message, category))
+        return
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1

@@ -98,7 +98,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self.progress: Progress = False
         self._run = Run.begin(generator)
         self._caches = TileCaches()
-        self._warned_of: set[SolveStatus] = set()
+        self.warned_of: set[SolveStatus] = set()
         self._line_search: LineSearchWatch | None = LineSearchWatch()  # None once it has warned
 
     @abstractmethod
@@ -205,9 +205,9 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return StateDescription.of(self, {name: getattr(self, name) for name in self._described})
 
     def _warn_once(self, estimate: Estimate) -> None:
-        if estimate.status not in SOLVED and estimate.status not in self._warned_of:
+        if estimate.status not in SOLVED and estimate.status not in self.warned_of:
             warn_of("The linear solve", estimate.status, estimate.stats, estimate.value.dtype)
-            self._warned_of.add(estimate.status)
+            self.warned_of.add(estimate.status)
 
     def _watch_line_search(self, estimate: Estimate) -> None:
         has_separate_gradient = bool((estimate.value_sem != 0).any())

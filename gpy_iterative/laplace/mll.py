@@ -105,7 +105,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         self.progress = progress
         self._run = Run.begin(generator)
         self._caches = TileCaches()
-        self._warned_of: set[SolveStatus] = set()
+        self.warned_of: set[SolveStatus] = set()
 
     # Priors and added loss terms.
     _add_other_terms = ExactMarginalLogLikelihood._add_other_terms
@@ -252,11 +252,11 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         dtype: torch.dtype,
     ) -> None:
         status = estimate.status
-        if status is SolveStatus.CONVERGED or status in self._warned_of:
+        if status is SolveStatus.CONVERGED or status in self.warned_of:
             return
         has_mode = solution.converged or self.objective == "elbo"
         warn(estimate.advice if has_mode else solver.advice(solution, dtype), ConvergenceWarning)
-        self._warned_of.add(status)
+        self.warned_of.add(status)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LaplaceMarginalLogLikelihood":
         super()._apply(fn, recurse)

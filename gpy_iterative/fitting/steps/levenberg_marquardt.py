@@ -18,6 +18,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from gpy_iterative.checks import check_params
+from gpy_iterative.errors import held_warnings, warn
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.fitting.steps.curvature import Curvature
@@ -114,11 +115,11 @@ class LevenbergMarquardt(ABC):
         Raises NonFiniteError, NotPositiveDefiniteError: at the first point. Later failing steps are undone.
         """
         point, found = self.point, self.assess()
-        parameters, state = self._parameters(), self.mll.training_state()
+        undo = partial(self._undo, self._parameters(), self.mll.training_state(), set(self.mll.warned_of))
         try:
-            return self._stepped(point, found, partial(self._undo, parameters, state))
+            return self._stepped(point, found, undo)
         except BaseException:  # also Ctrl-C
-            self._undo(parameters, state)
+            undo()
             raise
 
     def _stepped(self, point: Point, found: Assessment, undo: Callable[[], None]) -> Step | None:
@@ -131,12 +132,15 @@ class LevenbergMarquardt(ABC):
         for trial in range(1, MAX_TRIALS + 1):
             move = self._move(point, found, matrix)
             predicted = float(found.gradient @ move - 0.5 * move @ matrix @ move)
-            reached = self._tried(point.position + move) if predicted > 0 else None
+            with held_warnings() as held:
+                reached = self._tried(point.position + move) if predicted > 0 else None
             if reached is not None:
                 epochs += reached.epochs
                 gained, least, seen = _gain(point, found, reached, move, predicted)
                 logger.debug("trial %d: predicted %.4g, gained %.4g (%s)", trial, predicted, gained, seen)
                 if gained > least:
+                    for message, category in held:
+                        warn(message, category)
                     part, moved = gained / predicted, reached.position - point.position
                     self._damp(part, is_first=trial == 1)
                     self._last = Secant(moved, point.gradient - reached.gradient, part < GOOD_GAIN)
@@ -232,9 +236,10 @@ class LevenbergMarquardt(ABC):
         for parameter, value in zip(self.coordinates.parameters, parameters, strict=True):
             parameter.copy_(value)
 
-    def _undo(self, parameters: list[Tensor], state: dict[str, Tensor]) -> None:
+    def _undo(self, parameters: list[Tensor], state: dict[str, Tensor], warned_of: set[SolveStatus]) -> None:
         self._restore(parameters)
         self.mll.load_training_state(state)
+        self.mll.warned_of = set(warned_of)
 
 
 def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predicted: float) -> tuple[float, float, bool]:

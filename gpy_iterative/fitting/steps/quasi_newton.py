@@ -8,11 +8,13 @@ so the end is judged by central differences.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from gpy_iterative.errors import held_warnings
 from gpy_iterative.fitting.steps.curvature import Curvature
 from gpy_iterative.fitting.steps.levenberg_marquardt import RADIUS, LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point, Secant, Step
@@ -122,15 +124,16 @@ class QuasiNewton(LevenbergMarquardt):
 
     def _measured(self, point: Point, *, both_sides: bool) -> Curvature:
         """The curvature by differences, with positive eigenvalues."""
-        parameters, state, report = self._parameters(), self.mll.training_state(), self.mll.report
-        epochs, rows = 0.0, []
+        undo = partial(self._undo, self._parameters(), self.mll.training_state(), set(self.mll.warned_of))
+        report, epochs, rows = self.mll.report, 0.0, []
         try:
-            for number in range(len(point.position)):
-                row, passes = self._measured_row(point, number, both_sides=both_sides)
-                epochs += passes
-                rows.append(row)
+            with held_warnings():  # of points that no step takes
+                for number in range(len(point.position)):
+                    row, passes = self._measured_row(point, number, both_sides=both_sides)
+                    epochs += passes
+                    rows.append(row)
         finally:
-            self._undo(parameters, state)
+            undo()
             self.mll.report = report
         matrix = torch.stack(rows)
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
