@@ -256,6 +256,23 @@ def test_an_interrupted_difference_changes_nothing(monkeypatch: pytest.MonkeyPat
     assert math.isfinite(optimiser.assess().left)
 
 
+def test_an_interrupted_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    mll = bernoulli(n=40)
+    optimiser, before = QuasiNewton(mll), [parameter.detach().clone() for parameter in mll.parameters()]
+    optimiser.assess()
+    report, gradient = mll.report, optimiser.coordinates.gradient
+
+    def interrupt(value: Tensor) -> Tensor:
+        gradient(value)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimiser.coordinates, "gradient", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optimiser.step()
+    assert all(map(torch.equal, mll.parameters(), before))
+    assert mll.report is report
+
+
 def test_only_exact_values_have_it() -> None:
     newton = bernoulli(solver=gpi.solvers.LaplaceNewton())
     with pytest.raises(ValueError, match="are not exact, as 'quasi_newton' needs: use method='auto'"):

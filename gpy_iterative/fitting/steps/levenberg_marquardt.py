@@ -116,10 +116,12 @@ class LevenbergMarquardt(ABC):
         """
         point, found = self.point, self.assess()
         undo = partial(self._undo, self._parameters(), self.mll.training_state(), set(self.mll.warned_of))
+        report = self.mll.report
         try:
             return self._stepped(point, found, undo)
         except BaseException:  # also Ctrl-C
             undo()
+            self.mll.report = report
             raise
 
     def _stepped(self, point: Point, found: Assessment, undo: Callable[[], None]) -> Step | None:
