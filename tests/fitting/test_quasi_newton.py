@@ -14,7 +14,7 @@ import gpy_iterative as gpi
 from gpy_iterative.fitting import FitStatus
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.steps import quasi_newton
-from gpy_iterative.fitting.steps.points import Secant
+from gpy_iterative.fitting.steps.points import Point, Secant
 from gpy_iterative.fitting.steps.quasi_newton import QuasiNewton, updated
 from tests.fitting.problems import data
 from tests.laplace.cases import LaplaceModel
@@ -177,6 +177,19 @@ def test_rounding_does_not_drown_the_curvature() -> None:
         torch.nn.init.constant_(mll.model.mean_module.weights, 1.8)
         diagonals.append(QuasiNewton(mll).settle().curvature.matrix.diagonal())
     torch.testing.assert_close(diagonals[1], diagonals[0], rtol=0.2, atol=0.0)
+
+
+def test_a_coordinate_without_neighbours_is_undetermined(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimiser = QuasiNewton(bernoulli(n=40))
+    point, tried, moves = optimiser.point, optimiser._tried, optimiser._moves.clone()
+
+    def failing(position: Tensor) -> Point | None:
+        return tried(position) if position[1] == point.position[1] else None
+
+    monkeypatch.setattr(optimiser, "_tried", failing)
+    matrix = optimiser.assess().curvature.matrix
+    assert matrix.isfinite().all()
+    assert torch.equal(optimiser._moves, moves)
 
 
 def test_a_step_is_seen_and_eigenvalues_stay_positive() -> None:

@@ -150,7 +150,7 @@ class QuasiNewton(LevenbergMarquardt):
 
         Keeps the length of the move: units are unknown at first, and a far neighbour has another curvature.
         """
-        epochs, has_units = 0.0, bool(self.coordinates.has_units[number])
+        epochs, has_units, start = 0.0, bool(self.coordinates.has_units[number]), float(self._moves[number])
         for _ in range(MAX_SHORTENED):
             part, neighbours = SHORTENED, self._neighbours(point.position, number)
             ends = [self._tried(place) for place in (neighbours if both_sides else neighbours[:1])]
@@ -159,12 +159,15 @@ class QuasiNewton(LevenbergMarquardt):
             if len(found) == len(ends):
                 first, last = [point, *found][-2:]
                 move = last.position[number] - first.position[number]
+                if move == 0:  # shortened to less than rounding
+                    break
                 row = (first.gradient - last.gradient) / move
                 nats = float(row[number].abs() * move.square())
                 if not has_units or nats <= MOST_NATS:
                     return row, epochs
                 part = max(part, math.sqrt(MOST_NATS / nats) / 2)
             self._moves[number] *= part
+        self._moves[number] = start
         return torch.zeros_like(point.gradient), epochs
 
     def _neighbours(self, position: Tensor, number: int) -> list[Tensor]:
