@@ -201,6 +201,9 @@ def test_a_step_is_seen_and_eigenvalues_stay_positive() -> None:
     found = updated(matrix, Secant(move, wanted, False))
     torch.testing.assert_close(found @ move, wanted)
     assert torch.linalg.eigvalsh(found).min() > 0
+    nothing = torch.zeros_like(matrix)
+    torch.testing.assert_close(updated(nothing, Secant(move, change, False)) @ move, change)
+    assert torch.equal(updated(nothing, Secant(move, -change, False)), nothing)
     negative = updated(matrix, Secant(move, -wanted, True))
     assert torch.linalg.eigvalsh(negative).min() > 0
     torch.testing.assert_close(move @ negative @ move, quasi_newton.LEAST_CURVATURE * (move @ matrix @ move))

@@ -190,6 +190,8 @@ def updated(matrix: Tensor, step: Secant) -> Tensor:
     """The matrix [p, p] with the curvature that a step saw, and positive eigenvalues."""
     product = matrix @ step.move
     known, seen, change = step.move @ product, step.move @ step.change, step.change
+    if known <= 0:  # of undetermined coordinates
+        return matrix + torch.outer(change, change) / seen if seen > 0 else matrix
     if seen < LEAST_CURVATURE * known:
         part = (1 - LEAST_CURVATURE) * known / (known - seen)
         change, seen = part * change + (1 - part) * product, LEAST_CURVATURE * known
