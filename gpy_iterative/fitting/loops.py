@@ -123,7 +123,7 @@ class CurvatureLoop(Loop):
     def advance(self) -> FitStatus | None:
         found = self._assess()
         limit = _noise_limit(found)
-        if has_converged(found.left, found.noise):
+        if has_converged(found.left, found.noise) and not found.curvature.is_rough:
             is_settled = found.noise <= limit or self._has_raised
             if is_settled or not self._optimiser.raise_probes():
                 return _ended(found, limit)

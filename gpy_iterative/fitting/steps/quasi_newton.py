@@ -28,6 +28,8 @@ DIFFERENCE, ROUNDED_DIFFERENCE = 0.01, 0.1
 MOST_NATS = 0.05
 #: Largest part that a move keeps when it is shortened, at least; shortenings before a coordinate counts as undetermined.
 SHORTENED, MAX_SHORTENED = 0.1, 20
+#: A rough curvature must leave less than this part of a converged fit's nats, before central differences judge the end.
+SURE = 0.4
 #: Smaller curvature along a step, relative to the known one, is replaced by this part of it (Powell's damping).
 LEAST_CURVATURE = 0.2
 #: Rounding of a value, in units of its dtype's.
@@ -49,7 +51,7 @@ class QuasiNewton(LevenbergMarquardt):
     Raises:
         ValueError: no free parameter.
 
-    Cost of a step: one gradient; at the first point also one for each of the p coordinates, at the last two.
+    Cost of a step: one gradient; at the first point also one for each of the p coordinates, at each judged end two.
     """
 
     method = "quasi_newton"
@@ -92,7 +94,7 @@ class QuasiNewton(LevenbergMarquardt):
 
     def _assessed(self, point: Point) -> Assessment:
         found = super()._assessed(point)
-        return self._judged(point) if has_converged(found.left, found.noise) else found
+        return self._judged(point) if has_converged(found.left / SURE, found.noise) else found
 
     def _judged(self, point: Point) -> Assessment:
         """By central differences."""
