@@ -241,7 +241,7 @@ class LevenbergMarquardt(ABC):
     def _undo(self, parameters: list[Tensor], state: dict[str, Tensor], warned_of: set[SolveStatus]) -> None:
         self._restore(parameters)
         self.mll.load_training_state(state)
-        self.mll.warned_of = set(warned_of)
+        self.mll.warned_of.intersection_update(warned_of)  # variants of an mll share it
 
 
 def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predicted: float) -> tuple[float, float, bool]:
