@@ -52,7 +52,7 @@ def choose(mll: Any, method: Method, batches: object | None, params: Sequence[An
             f"Values of this {type(mll).__name__} are not exact, as 'quasi_newton' needs: use method='auto'."
         )
     obstacle = next(_obstacles(mll, batches, is_exact), None) if method == "auto" else None
-    obstacle = _missing_information(mll, params) if obstacle is None else obstacle
+    obstacle = obstacle or _missing_information(mll, params)
     if obstacle is not None and method == "auto":
         return Choice("adam", obstacle)
     if obstacle is not None:

@@ -144,9 +144,10 @@ def _loop(
     if choice.method == "adam":
         adam = AdamSteps(mll, num_steps=steps, batches=batches, params=params)
         loop = AdamLoop(adam, history, steps, choice.reason)
+    elif choice.method == "quasi_newton":
+        loop = CurvatureLoop(QuasiNewton(mll, params=params), history, steps, choice.reason)
     else:
-        exact = choice.method == "quasi_newton"
-        curved = QuasiNewton(mll, params=params) if exact else AverageInformation(mll, params=params, generator=random)
+        curved = AverageInformation(mll, params=params, generator=random)
         loop = CurvatureLoop(curved, history, steps, choice.reason)
     if known is not None:
         mll.load_state_dict(known.parameters)  # first: it replaces buffers that a state of the steps belongs to

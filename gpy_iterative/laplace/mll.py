@@ -169,11 +169,12 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         return self.model.posterior(self._weights, solver=self.solver, products=self.products, progress=self.progress)
 
     def has_exact_values(self) -> bool:
-        """Whether value and gradient are computed without probes, as `gpi.fit` asks."""
-        if self.solver is not None:
-            return isinstance(self.solver, LaplaceCholesky)
-        size = (self._num_latents() or 1) * len(self.model.train_targets)
-        return isinstance(default_laplace_solver(size), LaplaceCholesky)
+        """Whether value and gradient are computed without probes, as `gpi.fit` asks; False without data."""
+        latents, targets = self._num_latents(), self.model.train_targets
+        if latents is None or targets is None:
+            return False
+        solver = default_laplace_solver(latents * len(targets)) if self.solver is None else self.solver
+        return isinstance(solver, LaplaceCholesky)
 
     @property
     def _weights(self) -> Tensor | None:

@@ -69,8 +69,8 @@ def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:
 def _is_screened(operator: LinearOperator) -> bool:
     """Whether near points tell what far ones do: all kernels are radial, and not all of them RBF."""
     kernels = [part for part in all_parts(operator) if isinstance(part, TiledLinearOperator)]
-    is_smooth = [isinstance(part, RadialKernelLinearOperator) and part.function == RBF for part in kernels]
-    return all(isinstance(part, RadialKernelLinearOperator) for part in kernels) and not all(is_smooth)
+    functions = [part.function for part in kernels if isinstance(part, RadialKernelLinearOperator)]
+    return len(functions) == len(kernels) and any(function != RBF for function in functions)
 
 
 def _has_neighbours(operator: LinearOperator) -> bool:

@@ -1,6 +1,7 @@
 """Small regressions, and dense twins of the marginal log likelihood and its average information."""
 
 import math
+from collections.abc import Callable
 
 import gpytorch
 import torch
@@ -82,17 +83,26 @@ def dense_value(mll: gpytorch.mlls.MarginalLogLikelihood) -> float:
 def dense_optimum(mll: gpytorch.mlls.MarginalLogLikelihood) -> float:
     """The value that L-BFGS reaches from where the mll is, on exact values; moves the parameters."""
     exact = gpytorch.mlls.ExactMarginalLogLikelihood(mll.likelihood, mll.model)
-    parameters = [p for p in mll.parameters() if p.requires_grad]
-    optimizer = torch.optim.LBFGS(parameters, max_iter=400, tolerance_change=1e-12, line_search_fn="strong_wolfe")
+
+    def evaluate() -> Tensor:
+        with gpytorch.settings.max_cholesky_size(10_000):
+            return exact(mll.model(*mll.model.train_inputs), mll.model.train_targets)
+
+    climb(mll, evaluate, max_iter=400, tolerance_change=1e-12)
+    value = dense_value(mll)
+    assert math.isfinite(value)
+    return value
+
+
+def climb(module: torch.nn.Module, evaluate: Callable[[], Tensor], **options: float) -> None:
+    """Moves the free parameters to a larger value, by torch's L-BFGS."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe", **options)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        with gpytorch.settings.max_cholesky_size(10_000):
-            loss = -exact(mll.model(*mll.model.train_inputs), mll.model.train_targets)
+        loss = -evaluate()
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    value = dense_value(mll)
-    assert math.isfinite(value)
-    return value

@@ -325,6 +325,24 @@ class Classes(gpi.models.IterativeLaplaceGP):
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
+def test_laplace_by_adam() -> None:
+    x, y = data(80)
+    model = Classes(x, (y > 0.5).double()).double()
+    mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
+    result = quiet(mll, max_steps=15, method="adam")
+    assert result.method == "adam"
+    assert result.history[-1].value > result.history[0].value
+
+
+def test_a_laplace_model_without_data_is_refused() -> None:
+    x, y = data(20)
+    model = Classes(x, (y > 0.5).double()).double()
+    mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
+    model.train_inputs = model.train_targets = None
+    with pytest.raises(ValueError, match="has no training data: pass batches"):
+        quiet(mll)
+
+
 def features(n: int = 200) -> gpi.mlls.VariationalFeatureMarginalLogLikelihood:
     x, y = data(n)
     likelihood = gpytorch.likelihoods.GaussianLikelihood()

@@ -16,7 +16,7 @@ from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.steps import quasi_newton
 from gpy_iterative.fitting.steps.points import Point, Secant
 from gpy_iterative.fitting.steps.quasi_newton import QuasiNewton, updated
-from tests.fitting.problems import data
+from tests.fitting.problems import climb, data
 from tests.laplace.cases import LaplaceModel
 
 N = 80
@@ -65,15 +65,7 @@ def gained_by_lbfgs(mll: gpi.mlls.LaplaceMarginalLogLikelihood) -> float:
     """Nats that torch's optimiser gains from here."""
     mll.train()
     before = nats(mll).item()
-    optimizer = torch.optim.LBFGS(mll.parameters(), max_iter=60, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = -nats(mll)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    climb(mll, lambda: nats(mll), max_iter=60)
     return nats(mll).item() - before
 
 

@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -115,8 +114,7 @@ class LevenbergMarquardt(ABC):
         Raises NonFiniteError, NotPositiveDefiniteError: at the first point. Later failing steps are undone.
         """
         point, found = self.point, self.assess()
-        undo = partial(self._undo, self._parameters(), self.mll.training_state(), set(self.mll.warned_of))
-        report = self.mll.report
+        undo, report = self._undo_to_here(), self.mll.report
         try:
             return self._stepped(point, found, undo)
         except BaseException:  # also Ctrl-C
@@ -238,10 +236,16 @@ class LevenbergMarquardt(ABC):
         for parameter, value in zip(self.coordinates.parameters, parameters, strict=True):
             parameter.copy_(value)
 
-    def _undo(self, parameters: list[Tensor], state: dict[str, Tensor], warned_of: set[SolveStatus]) -> None:
-        self._restore(parameters)
-        self.mll.load_training_state(state)
-        self.mll.warned_of.intersection_update(warned_of)  # variants of an mll share it
+    def _undo_to_here(self) -> Callable[[], None]:
+        """Restores parameters, the mll's run and what it has warned of, as often as called."""
+        parameters, state, warned_of = self._parameters(), self.mll.training_state(), set(self.mll.warned_of)
+
+        def undo() -> None:
+            self._restore(parameters)
+            self.mll.load_training_state(state)
+            self.mll.warned_of.intersection_update(warned_of)  # variants of an mll share it
+
+        return undo
 
 
 def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predicted: float) -> tuple[float, float, bool]:

@@ -8,7 +8,6 @@ so the end is judged by central differences.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -126,8 +125,8 @@ class QuasiNewton(LevenbergMarquardt):
 
     def _measured(self, point: Point, *, both_sides: bool) -> Curvature:
         """The curvature by differences, with positive eigenvalues."""
-        undo = partial(self._undo, self._parameters(), self.mll.training_state(), set(self.mll.warned_of))
-        report, epochs, rows = self.mll.report, 0.0, []
+        undo, report = self._undo_to_here(), self.mll.report
+        epochs, rows = 0.0, []
         try:
             with held_warnings():  # of points that no step takes
                 for number in range(len(point.position)):

@@ -26,10 +26,15 @@ class BilinearWeights:
     def __init__(self, left: Tensor, right: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, left.shape[:-2], right.shape[:-2])
         left, right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
-        self.tensors, self._is_symmetric = (left, right), tiles.symmetric
-        if tiles.symmetric:
-            left, right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1)
-        self.left, self.right, self._length = left, right, tiles.length
+        self.tensors, self._is_symmetric, self._length = (left, right), tiles.symmetric, tiles.length
+
+    @cached_property
+    def left(self) -> Tensor:
+        return torch.cat(self.tensors, dim=-1) if self._is_symmetric else self.tensors[0]
+
+    @cached_property
+    def right(self) -> Tensor:
+        return torch.cat(self.tensors[::-1], dim=-1) if self._is_symmetric else self.tensors[1]
 
     @cached_property
     def _rows(self) -> RowBlocks:
