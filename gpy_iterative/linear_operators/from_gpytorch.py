@@ -148,13 +148,15 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
     function = _radial_function(kernel)
     if function is not None:
         _check_lengthscales(kernel, x1)
-        x1, x2 = (x if x is None or x.is_floating_point() else x.to(kernel.dtype) for x in (x1, x2))
+        # Integers are centred in float64: float32 would first round time stamps in seconds to minutes.
+        dtype = x1.dtype if x1.is_floating_point() else kernel.dtype
+        x1, x2 = (x if x is None or x.is_floating_point() else x.double() for x in (x1, x2))
         # Learned inputs (a feature extractor's) need derivatives by point; a far field has only sums.
         products = replace(place.products, far_field=None) if x1.requires_grad else place.products
         # Centred, since float32 loses digits far from the origin. By the columns' centre: predictions then round the
         # training data as training did, which matters for inputs over thousands of lengthscales.
         centre = (x1 if x2 is None else x2).detach().mean(dim=-2, keepdim=True)
-        x1, x2 = (None if x is None else (x - centre) / kernel.lengthscale for x in (x1, x2))
+        x1, x2 = (None if x is None else (x - centre).to(dtype) / kernel.lengthscale for x in (x1, x2))
         alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
         options = {"function": function, "products": products, "cache": place.take()}
         return RadialKernelLinearOperator(x1, x1.new_ones(()), x2=x2, alpha=alpha, **options)

@@ -109,6 +109,19 @@ def test_dtype_of_inputs_and_parameters_must_agree() -> None:
         kernel_operator(kernels.RBFKernel()(x), PRODUCTS)
 
 
+@pytest.mark.parametrize("base", [kernels.RBFKernel, kernels.MaternKernel])
+def test_integers_are_centred_before_they_are_rounded(base: type[kernels.Kernel]) -> None:
+    """float32 has one number in 128 near time stamps of today."""
+    stamps = 1_700_000_000 + 60 * torch.arange(40).unsqueeze(-1)
+    kernel = base()
+    kernel.lengthscale = 600.0
+    since_start = (stamps - stamps[0]).float()
+    for columns in (slice(None), slice(5, 30)):
+        found = kernel_operator(kernel(stamps, stamps[columns]), PRODUCTS)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.to_dense(), kernel(since_start, since_start[columns]).to_dense())
+
+
 def test_checkpointing_is_refused() -> None:
     with (
         pytest.warns(DeprecationWarning, match="checkpointing"),
