@@ -135,7 +135,9 @@ class Summand:
         for factor, omega in zip(self.factors, frequencies, strict=True):
             # Frequencies add: E cos(a + b) = E cos(a) E cos(b) for independent symmetric a, b.
             phase = phase + factor.inputs[..., rows, :].double() @ omega
-        phase = torch.remainder(phase, 2 * torch.pi).to(self.factors[0].inputs.dtype)
+        kernel, inputs = self.factors[0].kernel, self.factors[0].inputs
+        # Inputs may be integers.
+        phase = torch.remainder(phase, 2 * torch.pi).to(inputs.dtype if inputs.is_floating_point() else kernel.dtype)
         return torch.cat([phase.sin(), phase.cos()], dim=-1) / frequencies[0].shape[-1] ** 0.5
 
 

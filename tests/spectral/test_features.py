@@ -206,6 +206,14 @@ def test_huge_frequencies_keep_their_phases_in_float32() -> None:
     torch.testing.assert_close(phi, torch.cat([right.sin(), right.cos()], dim=-1).float(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["matern-3/2", "product"])
+def test_integers_have_the_features_of_their_numbers(name: str) -> None:
+    """Phases are not integers."""
+    x = torch.randint(10, (20, 3), generator=torch.Generator().manual_seed(0))
+    kernel = make(name)
+    assert torch.equal(features(kernel, x, 30), features(kernel, x.double(), 30))
+
+
 def test_an_rff_kernel_brings_its_own_features() -> None:
     kernel, (x, _) = kernels.ScaleKernel(kernels.RFFKernel(num_samples=7, num_dims=3)).double(), data(20)
     phi = features(kernel, x, 100)
