@@ -68,8 +68,11 @@ def save_whole(content: object, path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         name.replace(path)
-    except BaseException:
+    except BaseException as error:
         name.unlink(missing_ok=True)
+        # PyTorch ends its archive even after a failed write, and its RuntimeError then hides Ctrl-C or a full disk.
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, KeyboardInterrupt | OSError):
+            raise error.__context__ from None
         raise
 
 

@@ -1,7 +1,8 @@
 """The file that a fit goes on from."""
 
+import errno
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import gpytorch
 import pytest
@@ -10,6 +11,7 @@ from gpytorch.constraints import GreaterThan
 from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 
 import gpy_iterative as gpi
+from gpy_iterative.fitting import checkpoint
 from gpy_iterative.fitting.steps.adam import AdamSteps
 from tests.exact.gaussian_models import CASES, Regression
 from tests.fitting.problems import ITERATIVE, data, regression
@@ -137,6 +139,47 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         quiet(other, checkpoint=file, generator=generator)
     assert torch.equal(generator.get_state(), position)
     assert all(map(torch.equal, other.parameters(), before))
+
+
+class InterruptedFile:
+    """A file whose write number `number` is the last."""
+
+    def __init__(self, file: BinaryIO, number: int, error: BaseException) -> None:
+        self.file, self.left, self.error = file, number, error
+
+    def write(self, part: bytes) -> int:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return self.file.write(part)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __enter__(self) -> "InterruptedFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left")], ids=["ctrl-c", "full"])
+@pytest.mark.parametrize("number", [1, 4, 12])
+def test_an_interrupted_write_says_what_interrupted_it(
+    number: int, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, temporary = tmp_path / "run.pt", checkpoint._temporary_file
+    checkpoint.save_whole({"weights": torch.ones(3)}, file)
+
+    def interrupted(path: Path) -> tuple[Path, Any]:
+        name, opened = temporary(path)
+        return name, InterruptedFile(opened, number, error)
+
+    monkeypatch.setattr(checkpoint, "_temporary_file", interrupted)
+    with pytest.raises(type(error)):
+        checkpoint.save_whole({"weights": torch.zeros(3)}, file)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+    assert torch.equal(torch.load(file)["weights"], torch.ones(3))
 
 
 # Adam
