@@ -22,6 +22,8 @@ from gpy_iterative.fitting.fit import fit
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.prediction import PathwisePosterior
 
+#: Exit code of a process that Ctrl-C ended, as shells give it.
+INTERRUPTED = 130
 #: Up to here float64 is cheap, and a start from subsets does not pay.
 ROWS_OF_CHEAP_STEPS = 20_000
 
@@ -29,21 +31,23 @@ ROWS_OF_CHEAP_STEPS = 20_000
 def main(words: Sequence[str] | None = None) -> int:
     """Runs a command line; None is that of the process.
 
-    Returns the exit code: 2, with one line on stderr, for bad input. For help, version and unknown options argparse
-    ends the process.
+    Returns the exit code: 2, with one line on stderr, for bad input, 130 after Ctrl-C. For help, version and unknown
+    options argparse ends the process.
     """
     arguments = vars(parser().parse_args(words))
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *place: print(f"note: {message}", file=sys.stderr)
         try:
-            arguments.pop("command")(**arguments)
+            return arguments.pop("command")(**arguments)
+        except KeyboardInterrupt:
+            print("error: interrupted.", file=sys.stderr)
+            return INTERRUPTED
         except BadInputError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         except OSError as error:  # of a file that is written: all that are read raise BadInputError
             print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}.", file=sys.stderr)
             return 2
-    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
-def _adder(commands: argparse._SubParsersAction, name: str, command: Callable[..., None], about: str) -> Callable:
+def _adder(commands: argparse._SubParsersAction, name: str, command: Callable[..., int], about: str) -> Callable:
     added = commands.add_parser(name, help=about, description=about)
     added.set_defaults(command=command)
     return added.add_argument
@@ -90,13 +94,16 @@ def fit_table(
     double: bool,
     checkpoint: Path | None,
     plot: Path | None,
-) -> None:
-    """Fits, tests and saves a model. Raises BadInputError."""
+) -> int:
+    """Fits, tests and saves a model, also after Ctrl-C in the fit. Returns the exit code. Raises BadInputError."""
     output = output or beside(table, ".gpi.pt")
     check_files([table], [path for path in (output, checkpoint, plot) if path is not None])
     check_can_save(output)  # now, not after a long fit
+    if checkpoint is not None:
+        check_can_save(checkpoint)
     if plot is not None:
         check_plot(plot)
+        check_can_write(plot)
     if seed < 0:
         raise BadInputError(f"--seed must be 0 or more, got {seed}.")
     data = read_training_data(table, target, drop, drop_incomplete=drop_incomplete)
@@ -106,7 +113,8 @@ def fit_table(
     dtype = torch.float64 if double or len(kept) <= ROWS_OF_CHEAP_STEPS else torch.float32
     model = TableModel.of(data.columns, target, data.inputs[kept], data.targets[kept], dtype)
     mll = HutchinsonMarginalLogLikelihood(model.regression.likelihood, model.regression, generator=0)
-    print(*fit_lines(model, fitted(mll, max_steps, checkpoint)), sep="\n")
+    result = fitted(mll, max_steps, checkpoint)
+    print(*fit_lines(model, result), sep="\n")
 
     y, (mean, deviation) = data.targets[held_out], model.predict(mll.posterior(), data.inputs[held_out])
     print(*score_lines(model, y, mean, deviation), sep="\n")
@@ -115,6 +123,7 @@ def fit_table(
     if plot is not None:
         save_plot(plot, target, y, mean, deviation)
         print(f"Saved {plot}.")
+    return INTERRUPTED if result.is_interrupted else 0
 
 
 def split(n: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -146,10 +155,14 @@ def fitted(mll: HutchinsonMarginalLogLikelihood, max_steps: int | None, checkpoi
         raise BadInputError(str(error)) from error
 
 
-def predict_table(model: Path, table: Path, output: Path | None) -> None:
-    """Writes rows with mean and standard deviation of the target, empty for incomplete rows. Raises BadInputError."""
+def predict_table(model: Path, table: Path, output: Path | None) -> int:
+    """Writes rows with mean and standard deviation of the target, empty for incomplete rows. Returns the exit code.
+
+    Raises BadInputError.
+    """
     output = output or beside(table, ".predictions.csv")
     check_files([table, model], [output])
+    check_can_write(output)
     loaded = TableModel.load(model)
     cells = read_table(table, [column.name for column in loaded.columns])
     added = [f"{loaded.target}_mean", f"{loaded.target}_deviation"]
@@ -167,6 +180,7 @@ def predict_table(model: Path, table: Path, output: Path | None) -> None:
     without = int((~complete).sum())
     gaps = f"; no prediction for {counted_rows(without)} with missing values" if without else ""
     print(f"Saved {output}: {counted_rows(len(x) - without)}{gaps}.")
+    return 0
 
 
 def beside(table: Path, suffix: str) -> Path:
@@ -186,3 +200,12 @@ def check_files(read: Sequence[Path], written: Sequence[Path]) -> None:
         if path.resolve() in others:
             raise BadInputError(f"{path} is another file of this command: give another one to write to.")
         others.append(path.resolve())
+
+
+def check_can_write(path: Path) -> None:
+    """Raises OSError where opening the file to write would; leaves it as it is."""
+    file = path.resolve()  # of a link stays the link
+    is_new = not file.exists()
+    path.open("ab").close()
+    if is_new:
+        file.unlink()

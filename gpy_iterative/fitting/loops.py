@@ -68,7 +68,7 @@ class Loop(ABC):
         callback: Callable[[HistoryRow], object] | None,
     ) -> FitResult:
         with reporting(progress, "fit", "steps", self.max_steps) as tell:
-            status = None
+            status, is_interrupted = None, False
             while status is None:
                 known = len(self.history)
                 self.mll.train()  # a callback may have predicted
@@ -87,10 +87,10 @@ class Loop(ABC):
                 except KeyboardInterrupt:
                     if not self.history:
                         raise
-                    status = FitStatus.BUDGET
-        return self._result(status)
+                    status, is_interrupted = FitStatus.BUDGET, True
+        return self._result(status, is_interrupted)
 
-    def _result(self, status: FitStatus) -> FitResult:
+    def _result(self, status: FitStatus, is_interrupted: bool) -> FitResult:
         return FitResult(
             status=status,
             steps=self.steps,
@@ -100,6 +100,7 @@ class Loop(ABC):
             method=self.method,
             reason=self.reason,
             seconds=sum(row.seconds for row in self.history),
+            is_interrupted=is_interrupted,
         )
 
 

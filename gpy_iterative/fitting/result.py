@@ -95,6 +95,7 @@ class FitResult:
         method: "average_information", "quasi_newton" or "adam".
         reason: for the method.
         seconds: of the whole fit.
+        is_interrupted: whether Ctrl-C ended it; the status is then BUDGET.
     """
 
     status: FitStatus
@@ -105,6 +106,7 @@ class FitResult:
     method: str
     reason: str
     seconds: float
+    is_interrupted: bool = False
 
     @property
     def standard_errors(self) -> dict[str, float | None]:

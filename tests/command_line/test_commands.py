@@ -3,6 +3,8 @@
 import csv
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import gpytorch
@@ -168,12 +170,18 @@ def test_inputs_of_any_size_are_learned(factor: float, tmp_path: Path, capsys: p
     assert errors[1] == pytest.approx(errors[0], rel=0.02)
 
 
-def test_a_file_that_cannot_be_written(fitted: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["fit", "predict"])
+def test_a_file_that_cannot_be_written_is_told_before_any_work(
+    command: str, fitted: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, _ = fitted
-    output = folder / ("long" * 100)
-    words = ["predict", str(folder / "homes.gpi.pt"), str(folder / "homes.csv"), "--output", str(output)]
-    assert main(words) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    output = tmp_path / "output.png"
+    output.symlink_to(tmp_path / "nowhere" / "output.png")
+    given = {
+        "fit": ["fit", str(folder / "nothing.csv"), "--target", "price", "--plot", str(output)],
+        "predict": ["predict", str(folder / "nothing.pt"), str(folder / "homes.csv"), "--output", str(output)],
+    }
+    check_refused(given[command], f"{output} cannot be written: ", capsys)
 
 
 #: There is no room for the name of the temporary file beside it.
@@ -200,6 +208,7 @@ def fit_words(folder: Path, table: Homes, *words: str) -> list[str]:
         (["--plot", "homes.jpeg"], "--plot homes.jpeg has to end in one of"),
         (["--output", "nowhere/homes.pt"], "nowhere/homes.pt cannot be written"),
         (["--output", LONG_NAME], f"{LONG_NAME} cannot be written: "),
+        (["--checkpoint", LONG_NAME], f"{LONG_NAME} cannot be written: "),
         (["--checkpoint", "homes.csv"], "homes.csv is another file of this command"),
         (["--drop", "rooms"], "no column 'rooms'"),
         (["--seed", "-1"], "--seed must be 0 or more, got -1"),
@@ -246,6 +255,51 @@ def test_many_rows_start_from_fits_to_subsets_in_float32(tmp_path: Path, monkeyp
         assert main(fit_words(tmp_path, table, "--max-steps", "1", *words)) == 0
         assert torch.load(tmp_path / "homes.gpi.pt", weights_only=True)["targets"].dtype == dtype
     assert starts == ["subsets", "subsets"]
+
+
+def interrupting(after: int) -> Callable[..., gpi.fitting.FitResult]:
+    """`fit`, with Ctrl-C in the step after so many rows of the history."""
+
+    def interrupt(row: gpi.fitting.HistoryRow) -> None:
+        if row.step == after:
+            raise KeyboardInterrupt
+
+    return partial(commands.fit, callback=interrupt)
+
+
+def test_an_interrupted_fit_is_reported_and_saved_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = {name: cells for name, cells in homes().items() if name in ("area", "price")}
+    monkeypatch.setattr(commands, "fit", interrupting(1))
+    assert main(fit_words(tmp_path, table)) == 130
+    printed = capsys.readouterr().out
+    assert "BUDGET, " in printed
+    assert "root mean square error" in printed
+    assert TableModel.load(tmp_path / "homes.gpi.pt").target == "price"
+
+
+def test_ctrl_c_outside_of_the_steps_ends_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "fit", interrupt)
+    assert main(fit_words(tmp_path, homes())) == 130
+    assert capsys.readouterr().err == "error: interrupted.\n"
+    assert not (tmp_path / "homes.gpi.pt").exists()
+
+
+def test_checking_a_path_leaves_the_file_as_it_is(tmp_path: Path) -> None:
+    new, old, link = (tmp_path / f"{name}.png" for name in ("new", "old", "link"))
+    old.write_text("old")
+    link.symlink_to(new)
+    for path in (new, old, link):
+        commands.check_can_write(path)
+    assert not new.exists()
+    assert old.read_text() == "old"
+    assert link.is_symlink()
 
 
 def test_warnings_are_notes(

@@ -209,7 +209,9 @@ def test_ctrl_c_keeps_what_the_last_step_has_reached() -> None:
 
     result = quiet(mll, callback=interrupt)
     expected = quiet(other, max_steps=result.steps)
-    assert result.status is FitStatus.BUDGET
+    assert result.status is expected.status is FitStatus.BUDGET
+    assert result.is_interrupted
+    assert not expected.is_interrupted
     assert 2 <= result.steps <= 3
     assert all(map(torch.equal, mll.parameters(), other.parameters()))
     assert [row.value for row in result.history] == [row.value for row in expected.history]
