@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from benchmarks.datasets import MissingDataError
+from benchmarks.datasets import MissingDataError, num_rows
 from benchmarks.devices import Device
 from benchmarks.runner import Outcome, environment, failure, run_apart, save
 from benchmarks.runs import Measured, Run, SavedRuns
@@ -53,6 +53,22 @@ def _that_is_there(device: Device) -> Device:
 
 
 ChosenDevice = Annotated[Device, typer.Option(help="Where data and models are.", callback=_that_is_there)]
+
+
+def _that_are_known(given: Any) -> Any:
+    """For a name or several."""
+    try:
+        for name in [given] if isinstance(given, str) else given:
+            num_rows(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return given
+
+
+#: Unknown names, and splits that do not exist, end a command before anything runs.
+ChosenData = Annotated[str, typer.Option(help="Data set.", callback=_that_are_known)]
+SeveralData = Annotated[list[str], typer.Argument(help="Data sets.", callback=_that_are_known)]
+ChosenSplit = Annotated[int, typer.Option(min=0, max=9, help="Of the ten standard ones.")]
 
 
 def names_of(known: Iterable[str], help: str) -> Any:

@@ -16,7 +16,12 @@ from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
 import gpy_iterative as gpi
-from benchmarks.command_line import app, console, finish
+from benchmarks.command_line import (
+    ChosenData,
+    app,
+    console,
+    finish,
+)
 from benchmarks.datasets import rows_of
 from benchmarks.models import SquaredExponentialRegression
 from benchmarks.plots import plt, save_figure
@@ -186,7 +191,7 @@ def measure(*, dataset: str, rows: int, draws: int) -> Outcome:
 
 @app.command()
 def bias(
-    dataset: str = "pol",
+    dataset: ChosenData = "pol",
     rows: Annotated[int, typer.Option(min=1, help="First rows of the data.")] = 1000,
     draws: Annotated[int, typer.Option(help="Independent estimates of each estimator.")] = 200,
     pictures: Annotated[Path | None, typer.Option(help="Folder for the two pictures of the documentation.")] = None,

@@ -5,6 +5,8 @@ from typing import Literal
 
 from benchmarks.command_line import (
     DEFAULT_THREADS,
+    ChosenData,
+    ChosenSplit,
     FirstRows,
     Threads,
     app,
@@ -37,10 +39,10 @@ def stepped(*, dataset: str, split: int, rows: int | None, steps: int) -> Outcom
 
 @app.command()
 def fit(
-    dataset: str = "elevators",
-    split: int = 0,
+    dataset: ChosenData = "elevators",
+    split: ChosenSplit = 0,
     rows: FirstRows = None,
-    start: str = "current",
+    start: Literal["current", "subsets"] = "current",
     steps: int = 100,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:

@@ -1,16 +1,25 @@
 """Where `gpi.fit` ends, against the optimum of the exact log marginal likelihood by L-BFGS in float64."""
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Literal
 
 import gpytorch
 import numpy as np
 import torch
-import typer
 from scipy.optimize import OptimizeResult, minimize
 
 import gpy_iterative as gpi
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    ChosenSplit,
+    SeveralData,
+    Threads,
+    app,
+    finish,
+    run_contenders,
+    show,
+    succeeded_or_exit,
+)
 from benchmarks.datasets import Split, load
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
@@ -97,8 +106,8 @@ contender("optimum", BY_PROBES)(partial(fitted, dtype=torch.float32))
 
 @app.command()
 def optimum(
-    datasets: Annotated[list[str], typer.Argument()] = DATASETS,
-    split: int = 0,
+    datasets: SeveralData = DATASETS,
+    split: ChosenSplit = 0,
     rows: int = 2000,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:

@@ -19,6 +19,7 @@ import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.command_line import (
     DEFAULT_THREADS,
+    ChosenData,
     Threads,
     app,
     finish,
@@ -143,7 +144,7 @@ for _solver in SOLVERS:
 
 @app.command()
 def epochs(
-    dataset: str = "pol",
+    dataset: ChosenData = "pol",
     rows: int = 6000,
     steps: int = 30,
     block_size: int = 512,

@@ -12,6 +12,7 @@ import typer
 import gpy_iterative as gpi
 from benchmarks.command_line import (
     DEFAULT_THREADS,
+    ChosenData,
     Threads,
     app,
     console,
@@ -174,7 +175,7 @@ def quadruply_cost(
 
 @app.command(name="quadruply-variance")
 def quadruply_variance(
-    dataset: str = "kin40k",
+    dataset: ChosenData = "kin40k",
     features: int = 10_000,
     samples: int = 500,
     rows: int = 500,

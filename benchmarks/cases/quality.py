@@ -9,6 +9,7 @@ import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.command_line import (
     DEFAULT_THREADS,
+    ChosenData,
     ChosenDevice,
     FirstRows,
     Threads,
@@ -67,7 +68,7 @@ contender("quality", PATHWISE + FIT)(partial(fitted, _pathwise))
 
 @app.command()
 def quality(
-    dataset: str = "elevators",
+    dataset: ChosenData = "elevators",
     splits: int = 1,
     rows: FirstRows = None,
     steps: Annotated[int, typer.Option(help="Of Adam.")] = 100,

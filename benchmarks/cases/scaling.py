@@ -18,7 +18,15 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks.cases.product import problem
-from benchmarks.command_line import DEFAULT_THREADS, FirstRows, app, finish, run_contenders, show
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    ChosenData,
+    FirstRows,
+    app,
+    finish,
+    run_contenders,
+    show,
+)
 from benchmarks.datasets import load
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
@@ -152,7 +160,7 @@ def scaling(
     d: int = 26,
     s: int = 65,
     repeats: int = 5,
-    dataset: str = "elevators",
+    dataset: ChosenData = "elevators",
     rows: FirstRows = None,
     steps: int = 5,
     threads: Annotated[int, typer.Option(min=1, help="Threads of all processes together.")] = DEFAULT_THREADS,

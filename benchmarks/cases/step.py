@@ -15,7 +15,9 @@ import gpy_iterative as gpi
 from benchmarks.busy_processes import busy_processes
 from benchmarks.command_line import (
     DEFAULT_THREADS,
+    ChosenData,
     ChosenDevice,
+    ChosenSplit,
     FirstRows,
     Threads,
     app,
@@ -163,8 +165,8 @@ contender("gradients", "exact")(exact_gradients)
 
 @app.command()
 def step(
-    dataset: str = "elevators",
-    split: int = 0,
+    dataset: ChosenData = "elevators",
+    split: ChosenSplit = 0,
     rows: FirstRows = None,
     steps: int = 10,
     only: Annotated[list[str] | None, names_of(METHODS, "Contenders, by name; all but Cholesky by default.")] = None,

@@ -19,6 +19,8 @@ from benchmarks import published
 from benchmarks.cases.rivals import CASE, EXACT, train_exact
 from benchmarks.command_line import (
     DEFAULT_THREADS,
+    ChosenData,
+    ChosenSplit,
     FirstRows,
     Threads,
     app,
@@ -97,8 +99,8 @@ def exact_scores(*, dataset: str, split: int, rows: int | None, parameters: list
 
 @app.command()
 def total(
-    dataset: str = "elevators",
-    split: int = 0,
+    dataset: ChosenData = "elevators",
+    split: ChosenSplit = 0,
     rows: FirstRows = None,
     steps: int = 100,
     only: Annotated[

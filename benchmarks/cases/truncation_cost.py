@@ -6,7 +6,16 @@ import time
 from gpytorch.mlls import MarginalLogLikelihood
 
 import gpy_iterative as gpi
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    ChosenData,
+    Threads,
+    app,
+    finish,
+    run_contenders,
+    show,
+    succeeded_or_exit,
+)
 from benchmarks.datasets import load_random_split
 from benchmarks.models import SquaredExponentialRegression
 from benchmarks.runner import Outcome, contender
@@ -79,7 +88,7 @@ def step_seconds(*, dataset: str, rows: int | None, repeats: int) -> Outcome:
 
 @app.command(name="truncation-cost")
 def truncation_cost(
-    dataset: str = "pol", rows: int | None = 4000, repeats: int = 20, threads: Threads = DEFAULT_THREADS
+    dataset: ChosenData = "pol", rows: int | None = 4000, repeats: int = 20, threads: Threads = DEFAULT_THREADS
 ) -> None:
     """Seconds of a step: Russian roulette beside truncated CG, with the expected length of its run."""
     options = {"dataset": dataset, "rows": rows, "repeats": repeats}

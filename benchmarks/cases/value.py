@@ -4,7 +4,17 @@ import torch
 from torch import Tensor
 
 import gpy_iterative as gpi
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    ChosenData,
+    ChosenSplit,
+    Threads,
+    app,
+    finish,
+    run_contenders,
+    show,
+    succeeded_or_exit,
+)
 from benchmarks.datasets import load
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
@@ -36,8 +46,8 @@ def train(*, dataset: str, split: int, rows: int, steps: int, rate: float, seeds
 
 @app.command()
 def value(
-    dataset: str = "pol",
-    split: int = 0,
+    dataset: ChosenData = "pol",
+    split: ChosenSplit = 0,
     rows: int = 6000,
     steps: int = 60,
     rate: float = 0.1,

@@ -51,6 +51,40 @@ def test_counts_below_one_end_a_command_before_anything_runs(options: tuple[str,
     assert f"Invalid value for '{options[1]}'" in result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        *(
+            ([command, "--dataset", "nosuch"], "Unknown data set 'nosuch'; known are airfoil, ")
+            for command in (
+                "bias",
+                "epochs",
+                "fit",
+                "quality",
+                "quadruply-variance",
+                "scaling",
+                "step",
+                "total",
+                "value",
+            )
+        ),
+        (["truncation-cost", "--dataset", "nosuch"], "Unknown data set 'nosuch'"),
+        (["optimum", "pol", "nosuch"], "Unknown data set 'nosuch'"),
+        (["fit", "--split", "10"], "Invalid value for '--split'"),
+        (["fit", "--start", "nosuch"], "Invalid value for '--start'"),
+    ],
+)
+def test_unknown_data_end_a_command_before_anything_runs(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(command_line, "run_apart", lambda case, name, **options: ran.append(name))
+    result = CliRunner(env={"COLUMNS": "2000"}).invoke(app, words)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert ran == []
+
+
 @pytest.mark.parametrize("command", ["variance", "gradient-quality", "solvers", "feature-order", "bias"])
 def test_missing_data_end_a_command_with_the_reason(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
