@@ -14,6 +14,8 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 
+LEAST_ROWS = 2000
+
 
 def observations(rows: int) -> tuple[Tensor, Tensor]:
     """Places in a square of side 4, and the height of a landscape there, seen with noise of variance .01."""
@@ -41,8 +43,11 @@ def main() -> None:
     """Fits all rows but 1,000, which it predicts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    x, y = observations(parser.parse_args().rows)
-    (test_x, train_x), (test_y, train_y) = x.split([1000, len(x) - 1000]), y.split([1000, len(y) - 1000])
+    rows = parser.parse_args().rows
+    if rows < LEAST_ROWS:
+        parser.error(f"--rows must be {LEAST_ROWS} or more, since 1,000 are predicted: got {rows}.")
+    x, y = observations(rows)
+    (test_x, train_x), (test_y, train_y) = x.split([1000, rows - 1000]), y.split([1000, rows - 1000])
     likelihood = gpytorch.likelihoods.GaussianLikelihood()
     model = Landscape(train_x, train_y, likelihood)
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
