@@ -13,7 +13,7 @@ from gpy_iterative.fitting.steps.curvature import Curvature, average_information
 from gpy_iterative.linear_operators.radial.functions import MATERN
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.training.likelihood_params import likelihood_arguments
-from tests.exact.gaussian_models import CASES, Case
+from tests.exact.gaussian_models import CASES, Case, Regression, data
 from tests.fitting.problems import ITERATIVE, TIGHT, dense_information, regression
 
 #: Kernels in closed form; all others are central differences.
@@ -44,7 +44,20 @@ def curvature(mll: gpi.mlls.HutchinsonMarginalLogLikelihood, coordinates: Coordi
 
 @pytest.mark.parametrize(("name", "tolerance"), [*((n, 1e-8) for n in CLOSED), *((n, 1e-4) for n in OTHERS)])
 def test_every_kind_of_model(name: str, tolerance: float) -> None:
-    case = CASES[name]()
+    check_information(CASES[name](), tolerance)
+
+
+def test_a_batch_of_noises_shares_a_kernel() -> None:
+    x, y = data()
+    targets = torch.stack([y, y.flip(0)])
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(batch_shape=torch.Size([2]))
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RQKernel())
+    model = Regression(x, targets, likelihood, kernel, (2,)).double()
+    likelihood.noise = torch.tensor([[0.1], [0.4]])
+    check_information(Case(model, likelihood, x, targets), 1e-8)
+
+
+def check_information(case: Case, tolerance: float) -> None:
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
     coordinates = Coordinates(mll)
     found = curvature(mll, coordinates).matrix - prior_information(mll, coordinates, mll.report.value.shape)

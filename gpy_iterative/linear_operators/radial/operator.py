@@ -123,14 +123,19 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     def scale_products(self, rhs: Tensor) -> Tensor:
         """Derivatives [*b, n, d] of K rhs [*b, n] by log s_c, a factor of input coordinate c.
 
-        Cost: one product with 1 + 2d columns, of kept derivatives.
+        Cost: one product with 1 + 2d columns, of kept derivatives; several, if rhs has batch dimensions that the kernel has
+        not.
         """
+        if rhs.dim() > len(self.shape) - 1:
+            return torch.stack([self.scale_products(part) for part in rhs])
         columns = rhs.unsqueeze(-1).expand(*self.batch_shape, -1, -1)
         return self.tiles().scale_products(columns) * (2 * self.function.derivative_factor * self.tile_scale)
 
     @torch.no_grad()
     def alpha_product(self, rhs: Tensor) -> Tensor:
         """The derivative [*b, n] of K rhs [*b, n] by alpha."""
+        if rhs.dim() > len(self.shape) - 1:
+            return torch.stack([self.alpha_product(part) for part in rhs])
         columns = rhs.unsqueeze(-1).expand(*self.batch_shape, -1, -1)
         return (self.tiles().alpha_product(columns) * self.tile_scale).squeeze(-1)
 
