@@ -20,7 +20,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.command_line import DEFAULT_THREADS, FirstRows, Threads, app, console, exit_if_missing
+from benchmarks.command_line import DEFAULT_THREADS, FirstRows, Threads, app, console, exit_if_missing, names_of
 from benchmarks.datasets import Split, load
 from benchmarks.plots import plt, save_figure
 from benchmarks.runner import CONTENDERS, RESULTS, Outcome, contender
@@ -245,10 +245,13 @@ def draw_curves(found: Sequence[Measured], path: Path) -> Path:
 
 @app.command(name="feature-kernels")
 def feature_kernels(
-    dataset: Annotated[list[str] | None, typer.Option(help="Data sets; all seven by default.")] = None,
+    dataset: Annotated[list[str] | None, names_of(published.FEATURE_NLML, "Data sets; all seven by default.")] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="natural, 'natural .2', 'natural falling', gradient, scgd, minimax, bsgd, 'full batch'."),
+        names_of(
+            CONTENDERS["feature-kernels"],
+            "natural, 'natural .2', 'natural falling', gradient, scgd, minimax, bsgd, 'full batch'.",
+        ),
     ] = None,
     kernel: Annotated[str, typer.Option(help="linear (m = 128) or fourier (m = 1000), over the network.")] = "linear",
     batch_size: int = 128,

@@ -14,11 +14,11 @@ from torch import Tensor
 import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.checkpoints import OUT, Checkpoint
-from benchmarks.command_line import DEFAULT_MINUTES, DEFAULT_THREADS, Minutes, Threads, app, run_and_show
+from benchmarks.command_line import DEFAULT_MINUTES, DEFAULT_THREADS, Minutes, Threads, app, names_of, run_and_show
 from benchmarks.datasets import Split, load, rows_of
 from benchmarks.metrics import prediction_scores
 from benchmarks.models import SquaredExponentialRegression
-from benchmarks.runner import RESULTS, Outcome, contender
+from benchmarks.runner import CONTENDERS, RESULTS, Outcome, contender
 from benchmarks.runs import Measured, Run
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table, beside
@@ -223,8 +223,12 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
 
 @app.command()
 def quadruply(
-    dataset: Annotated[list[str] | None, typer.Option(help="kin40k, protein, keggdirected; all by default.")] = None,
-    method: Annotated[list[str] | None, typer.Option(help="nystrom, rff, svgp; nystrom and svgp by default.")] = None,
+    dataset: Annotated[
+        list[str] | None, names_of(published.QUADRUPLY, "kin40k, protein, keggdirected; all by default.")
+    ] = None,
+    method: Annotated[
+        list[str] | None, names_of(CONTENDERS["quadruply"], "nystrom, rff, svgp; nystrom and svgp by default.")
+    ] = None,
     splits: int = 1,
     features: Annotated[int | None, typer.Option(help="Features m, or centres; by method if not given.")] = None,
     feature_samples: Annotated[int | None, typer.Option(help="Features of an index set.")] = None,

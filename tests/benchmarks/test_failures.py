@@ -70,6 +70,11 @@ def test_counts_below_one_end_a_command_before_anything_runs(options: tuple[str,
         ),
         (["truncation-cost", "--dataset", "nosuch"], "Unknown data set 'nosuch'"),
         (["optimum", "pol", "nosuch"], "Unknown data set 'nosuch'"),
+        *(
+            ([command, option, "nosuch"], "nosuch: no such name. There are: ")
+            for command in ("feature-kernels", "quadruply")
+            for option in ("--dataset", "--method")
+        ),
         (["fit", "--split", "10"], "Invalid value for '--split'"),
         (["fit", "--start", "nosuch"], "Invalid value for '--start'"),
     ],
@@ -78,7 +83,8 @@ def test_unknown_data_end_a_command_before_anything_runs(
     words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
-    monkeypatch.setattr(command_line, "run_apart", lambda case, name, **options: ran.append(name))
+    for module in (command_line, runs):
+        monkeypatch.setattr(module, "run_apart", lambda case, name, **options: ran.append(name) or dict(BROKEN))
     result = CliRunner(env={"COLUMNS": "2000"}).invoke(app, words)
     assert result.exit_code == 2
     assert said in result.output
