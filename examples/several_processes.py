@@ -88,4 +88,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--checkpoint", type=Path, default=Path("several_processes.pt"))
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("this script is started by torchrun: see --help.")
     main(arguments.rows, arguments.steps, arguments.checkpoint)

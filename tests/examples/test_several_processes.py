@@ -54,3 +54,11 @@ def test_two_processes_do_what_one_does(
     for name, value in theirs["parameters"].items():
         # Sums in another order end solves an iteration earlier or later: steps of 2 differ by a part of their tolerance.
         torch.testing.assert_close(ours["parameters"][name], value, rtol=1e-2, atol=0.03)
+
+
+def test_a_start_without_torchrun_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert "this script is started by torchrun: see --help." in capsys.readouterr().err
