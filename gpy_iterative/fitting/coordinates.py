@@ -68,6 +68,11 @@ class Coordinate:
         low, high = self._limits(values)
         return (values - low).log() - (high - values).log()
 
+    def slopes(self) -> Tensor:
+        """Derivatives of the coordinates by the raw parameters, in its shape."""
+        raw = self.parameter.detach().double().requires_grad_()
+        return torch.autograd.grad(self.coordinates(self.values(raw)).sum(), raw)[0]
+
     def user_values(self, coordinates: Tensor) -> Tensor:
         if self.kind == "identity":
             return coordinates
@@ -197,8 +202,7 @@ class Coordinates:
 
     def slopes(self) -> Tensor:
         """Derivatives [p] of the coordinates by the raw parameters."""
-        raws = [part.parameter.detach().double().requires_grad_() for part in self.parts]
-        return self._joined(torch.autograd.grad(self._transformed(raws).sum(), raws))
+        return self._joined([part.slopes() for part in self.parts])
 
     def gradient(self, function: Tensor, *, retain_graph: bool = False) -> Tensor:
         found = torch.autograd.grad(

@@ -1,5 +1,6 @@
 """Result of a fit."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,10 +141,7 @@ class FitResult:
         ]
         if len(self.hyperparameters) > MAX_LISTED:
             lines.append(f"and {len(self.hyperparameters) - MAX_LISTED} more")
-        if self.irrelevant:
-            lines.append(
-                f"The data may do without the inputs of {', '.join(self.irrelevant)}: these values change nothing."
-            )
+        lines += _told(self.irrelevant, list(self.standard_errors))
         return "\n".join(lines)
 
 
@@ -152,6 +150,21 @@ def _shortened(rows: list[str]) -> list[str]:
         return rows
     shown = MOST_ROWS // 2
     return [*rows[:shown], f"({len(rows) - 2 * shown} more)", *rows[-shown:]]
+
+
+def _told(irrelevant: Sequence[str], names: Sequence[str]) -> list[str]:
+    """What irrelevant lengthscales mean; a kernel without relevant ones may only have begun far from the data."""
+    kernel_of = lambda name: name.partition("[")[0]
+    useful = {kernel_of(name) for name in names if name not in irrelevant}
+    inputs = [name for name in irrelevant if kernel_of(name) in useful]
+    kernels = dict.fromkeys(kernel_of(name) for name in irrelevant if kernel_of(name) not in useful)
+    lines = (
+        [f"The data may do without the inputs of {', '.join(inputs)}: these values change nothing."] if inputs else []
+    )
+    return lines + [
+        f"The kernel of {name} explains nothing of the data. If it should, start from another lengthscale and outputscale."
+        for name in kernels
+    ]
 
 
 def estimated(

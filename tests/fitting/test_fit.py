@@ -112,6 +112,17 @@ def test_irrelevant_inputs_are_named_and_linear_ones_are_not() -> None:
     assert found.low < found.value < found.high
 
 
+def test_a_kernel_that_explains_nothing_is_not_called_useless_inputs() -> None:
+    mll = regression(60)
+    mll.model.covar_module.outputscale = 1e-6
+    mll.model.covar_module.base_kernel.lengthscale = 1e3
+    result = quiet(mll)
+    assert len(result.irrelevant) == 3
+    shown = str(result)
+    assert "may do without" not in shown
+    assert "The kernel of covar_module.base_kernel.lengthscale explains nothing" in shown.splitlines()[-1]
+
+
 def test_a_fit_that_ended_without_curvature_does_not_say_that_nothing_is_determined() -> None:
     result = quiet(regression(60), max_steps=1)
     unknown = tuple(replace(each, standard_error=None, low=None, high=None) for each in result.hyperparameters)
@@ -325,6 +336,14 @@ class Classes(gpi.models.IterativeLaplaceGP):
 
     def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def test_adam_moves_large_values_relatively() -> None:
+    mll = regression(60)
+    best = dense_optimum(regression(60))
+    mll.model.covar_module.base_kernel.lengthscale = 300.0
+    assert quiet(mll, method="adam").steps > 40
+    assert best - dense_value(mll) < 1.0
 
 
 def test_laplace_by_adam() -> None:

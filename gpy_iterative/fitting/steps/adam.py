@@ -9,7 +9,7 @@ import torch
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
+from gpy_iterative.fitting.coordinates import Coordinate, Coordinates, network_parameters
 from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.training_system import check_hyperparameters
@@ -55,7 +55,7 @@ class AdamSteps:
             raise TypeError(f"batches must be a list or a DataLoader, got {batches!r}.")
         if batches is not None and iter(batches) is batches:
             raise ValueError("batches= is an iterator, which can be read only once: pass a list or a DataLoader.")
-        Coordinates(mll)  # raises without free parameters
+        self._positive = [part for part in Coordinates(mll).parts if part.kind == "log"]
         mll.train()
         self._params = tuple(params)
         self._taken = 0  # of this pass
@@ -82,7 +82,7 @@ class AdamSteps:
             self._optimizer.zero_grad()
             value = self._value().mean()
             (-value).backward()
-            self._optimizer.step()
+            self._move()
             check_hyperparameters(self.mll)
             self._keep_in_supports(parameters, begun)
         except BaseException:  # also Ctrl-C
@@ -122,6 +122,16 @@ class AdamSteps:
         parts = [[p for p in self._parameters() if (p in network) is of_network] for of_network in (False, True)]
         groups = [{"params": part, "lr": rate} for part, rate in zip(parts, (RATE, NETWORK_RATE), strict=True) if part]
         return torch.optim.Adam(groups)
+
+    def _move(self) -> None:
+        """A step of the optimiser. Adam moves positive parameters above 1 relative to their values."""
+        begun = [(part, part.parameter.detach().clone(), _stretch(part)) for part in self._positive]
+        self._optimizer.step()
+        if isinstance(self.mll, HasOptimizer):
+            return
+        with torch.no_grad():
+            for part, raw, stretch in begun:
+                part.parameter.copy_(raw.lerp(part.parameter, stretch))
 
     def _num_data(self) -> int:
         """Rows of the first batch: an mll with partial data knows the total."""
@@ -172,6 +182,15 @@ class AdamSteps:
             for parameter, known in zip(parameters, before, strict=True):
                 parameter.lerp_(known, 0.5)
         _restore(parameters, before)
+
+
+def _stretch(part: Coordinate) -> Tensor:
+    """Factors for moves of a raw parameter, so that they are relative to values above 1.
+
+    Adam moves it by the rate, and the softplus of a large one by as much: nothing beside a lengthscale of 300.
+    """
+    values = part.values(part.parameter.detach().double())
+    return (1 / part.slopes()).minimum(values).clamp_min(1.0).to(part.parameter)
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
