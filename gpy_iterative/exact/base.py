@@ -179,7 +179,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             solver: for means and sample paths; None is that of training. After training with few epochs pass more.
             rank, num_neighbours: see `PathwisePosterior`; memory is about four blocks [n, rank].
         """
-        solutions = self._run.part("warm_start")
+        solutions = self._run.parts.get("warm_start")
         self._caches.clear()  # the posterior keeps tiles of its own
         posterior = PathwisePosterior(
             self.model,
@@ -278,7 +278,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             suited_to(each, solver, operator) for each in (self.probes, self.logdet_probes)
         )
         run = run.for_system(operator)
-        drawn = run.part("logdet")
+        drawn = run.parts.get("logdet")
         if drawn is not None and ("order" in drawn) != isinstance(logdet_distribution, Whitened):
             run = run.having(probes=None, logdet=None, quadrature=None, warm_start=None)  # the solver needs other draws
         parts, generator = run.parts, run.generator()

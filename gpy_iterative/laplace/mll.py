@@ -178,7 +178,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
 
     @property
     def _weights(self) -> Tensor | None:
-        mode = self._run.part("mode")
+        mode = self._run.parts.get("mode")
         return None if mode is None else mode["weights"]
 
     def _description(self) -> StateDescription:

@@ -197,7 +197,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
                 self.model.basis.settle()
             value, run = self._estimate(call)
         if tracks:
-            self._run = run.having(data=run.part("data") or self._data.marks(x, target)).drawn(call.generator)
+            self._run = run.having(data=run.parts.get("data") or self._data.marks(x, target)).drawn(call.generator)
         self.report = self._report_of(value, run, x, time.perf_counter() - start)
         logger.info("%s: %s", type(self).__name__, self.report)
         return with_checked_gradient(value, self)
@@ -223,7 +223,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
 
     def reset_control_variate(self) -> None:
         """The next step starts a control variate at new points and present hyperparameters."""
-        if self._run.part("control") is not None:
+        if self._run.parts.get("control") is not None:
             self._run = self._run.having(control=None, latent=None)
 
     def training_state(self) -> dict[str, Tensor]:
@@ -249,14 +249,14 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
 
     def _checked_run(self, run: Run) -> Run:
         run = self._points.checked(run.mapped(lambda tensor: tensor.to(self.model.device)))
-        if (data := run.part("data")) is not None:
+        if (data := run.parts.get("data")) is not None:
             check_entries(data, {"rows": None, "size": None})
         return run
 
     def _estimate(self, call: Call) -> tuple[Tensor, Run]:
         model, points = self.model, self._points
         run = points.with_kept_rows(call, self._run)
-        kept = run.part("kept")
+        kept = run.parts.get("kept")
         index = points.draw_rows(call) if kept is None else kept["index"]
         rows = call.rows(model, index, is_gaussian=self.is_unbiased)
         if not model.weights.initialized:
@@ -315,7 +315,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
     def _checked_call(
         self, x: Tensor, target: Tensor, params: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
     ) -> Call:
-        self._data.check(x, target, partial(check_support, self.likelihood), self._run.part("data"))
+        self._data.check(x, target, partial(check_support, self.likelihood), self._run.parts.get("data"))
         for name, parameter in (*self.model.named_hyperparameters(), *self.likelihood.named_parameters()):
             if parameter.shape.numel() < FEATURE_SAMPLES and not torch.isfinite(parameter).all():
                 raise NonFiniteError(f"The parameter {name} is not finite. Use a smaller learning rate.")
@@ -328,7 +328,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         return Call(self.likelihood, x, target, params, kwargs, self._data.num_data_of(len(x)), generator)
 
     def _report_of(self, value: Tensor, run: Run, x: Tensor, seconds: float) -> QuadruplyStochasticReport:
-        kept, control = run.part("kept"), run.part("control")
+        kept, control = run.parts.get("kept"), run.parts.get("control")
         is_exact = self.num_group_samples == self.model.num_tail_groups
         return QuadruplyStochasticReport(
             value=value.detach().clone(),

@@ -159,10 +159,10 @@ class KnownPoints:
 
     def with_kept_rows(self, call: Call, run: Run) -> Run:
         """The run with this step's rows in `kept`, if any."""
-        kept = run.part("kept")
+        kept = run.parts.get("kept")
         if not self._keeps_rows(call, run):
             return _without_kept_rows(run)
-        if kept is None and run.part("control") is not None and not torch.is_grad_enabled():
+        if kept is None and run.parts.get("control") is not None and not torch.is_grad_enabled():
             return run  # evaluation of all data during training with batches
         has_moved = kept is not None and not _are_rows_of(call.x, kept, run.parts["latent"])
         if has_moved and not self._asks_to_keep:
@@ -180,11 +180,11 @@ class KnownPoints:
         if not self.num_control_points or self.model.num_tail_groups <= self.num_group_samples:
             return False
         # Evaluation of other data, while training keeps rows, starts none.
-        return torch.is_grad_enabled() or before.part("kept") is None
+        return torch.is_grad_enabled() or before.parts.get("kept") is None
 
     def with_control_points(self, call: Call, run: Run) -> Run:
         """The run with points in `control`; new ones are rows of this call."""
-        if run.part("control") is not None:
+        if run.parts.get("control") is not None:
             return self.followed(run)
         if self._asks_for_points and self.num_control_points > call.num_data:
             raise ValueError(
@@ -199,7 +199,7 @@ class KnownPoints:
 
     def evaluate(self, run: Run, first: Sample, second: Sample) -> tuple[KnownValues | None, Run]:
         """Values at the run's points, if any, and the next run."""
-        if (part := run.part("latent")) is None:
+        if (part := run.parts.get("latent")) is None:
             return None, run
         values, latent = KnownLatent(**part).evaluate(self._frozen(run), first, second)
         return values, run.having(latent=vars(latent))
@@ -218,7 +218,7 @@ class KnownPoints:
     @torch.no_grad()
     def followed(self, run: Run) -> Run:
         """The run at current weights."""
-        if (part := run.part("latent")) is None:
+        if (part := run.parts.get("latent")) is None:
             return run
         latent = KnownLatent(**part)
         if not latent.follows(self.model):
@@ -229,17 +229,17 @@ class KnownPoints:
     def refreshed(self, run: Run) -> Run:
         """The same from all features: m (1 + k) per point."""
         run = self.followed(run)
-        if (part := run.part("latent")) is None:
+        if (part := run.parts.get("latent")) is None:
             return run
         return run.having(latent=vars(KnownLatent.start(self._frozen(run), part["x"])))
 
     def checked(self, run: Run) -> Run:
         """A loaded run. Raises ValueError for missing or unfit entries."""
-        part, kept, control = (run.part(name) for name in ("latent", "kept", "control"))
+        part, kept, control = (run.parts.get(name) for name in ("latent", "kept", "control"))
         if part is None:
             return run.having(kept=None, control=None, basis=None)
         latent = KnownLatent.resumed(self.model, part)
-        basis = run.part("basis") or {}
+        basis = run.parts.get("basis") or {}
         check_entries(basis, {name: tuple(value.shape) for name, value in self._hyperparameters().items()})
         if kept is not None:
             _check_kept_rows(kept, len(latent.x))
@@ -263,7 +263,7 @@ class KnownPoints:
             raise ValueError(
                 f"num_steps_per_batch={self.num_steps_per_batch}, but {reason}. num_steps_per_batch=1 allows both."
             )
-        return is_whole and not is_learned and run.part("order") is None
+        return is_whole and not is_learned and run.parts.get("order") is None
 
     def _are_due(self, call: Call, kept: Part) -> bool:
         """Whether to draw other rows; never without gradients or if all rows are kept."""
@@ -276,13 +276,13 @@ class KnownPoints:
         return self._started(run, call.x[index].detach()).having(kept=kept, control=None)
 
     def _started(self, run: Run, x: Tensor) -> Run:
-        if run.part("basis") is None or not self._has_hyperparameters_of(run):
+        if run.parts.get("basis") is None or not self._has_hyperparameters_of(run):
             run = run.having(basis={name: value.clone() for name, value in self._hyperparameters().items()})
         return run.having(latent=vars(KnownLatent.start(self._frozen(run), x)))
 
     def _frozen(self, run: Run) -> QuadruplyStochasticGP:
         """Cached, since copying a model takes time."""
-        part = run.part("basis")
+        part = run.parts.get("basis")
         if self._frozen_at is None or self._frozen_at[0] is not part:
             self._frozen_at = part, freeze(self.model, part or {})
         return self._frozen_at[1]
@@ -292,12 +292,12 @@ class KnownPoints:
         return {name: p.detach() for name, p in self.model.basis.named_parameters() if id(p) in own}
 
     def _has_hyperparameters_of(self, run: Run) -> bool:
-        known = run.part("basis") or {}
+        known = run.parts.get("basis") or {}
         return all(same_tensor(value, known[name]) for name, value in self._hyperparameters().items())
 
 
 def _without_kept_rows(run: Run) -> Run:
-    return run if run.part("kept") is None else run.having(kept=None, latent=None)
+    return run if run.parts.get("kept") is None else run.having(kept=None, latent=None)
 
 
 def _are_rows_of(x: Tensor, kept: Part, latent: Part) -> bool:

@@ -179,7 +179,7 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             )
         terms, num_data = system.terms(), operator.shape[-1]
         run = run.for_system(operator)
-        kept = None if self.resample else run.part("features")
+        kept = None if self.resample else run.parts.get("features")
         if kept is None:
             generator = run.generator()
             count, others = self._draw(num_data, run, generator)

@@ -128,7 +128,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         start, operator, residual = time.perf_counter(), system.operator, system.residual
         run = run.for_system(operator)
         truncation = within(self._current_truncation(run), operator.shape[-1], operator.dtype)
-        kept = None if self.series.resample else run.part("series")
+        kept = None if self.series.resample else run.parts.get("series")
         if kept is None:
             generator = run.generator()
             kept = self._draw(operator, truncation, generator)
@@ -160,7 +160,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     def _current_truncation(self, run: Run) -> Truncation:
         if not isinstance(self.series.truncation, AutomaticTruncation):
             return self.series.truncation
-        seen = run.part("decay")
+        seen = run.parts.get("decay")
         if seen is None or not seen["energies"].any():  # a residual of zero shows no decay
             return self.series.truncation.start
         return self.series.truncation.choose(seen["energies"].cpu())

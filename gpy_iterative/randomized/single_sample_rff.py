@@ -155,7 +155,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
 
 def _seen(run: Run, increments: int) -> Draws:
     """Earlier draws of each increment, and the sum of its squares."""
-    seen = run.part("increments")
+    seen = run.parts.get("increments")
     if seen is None or len(seen["count"]) != increments:
         zeros = torch.zeros(increments, dtype=torch.float64, device=CPU)
         return {"count": zeros, "squares": zeros}

@@ -58,9 +58,6 @@ class Run:
         generator.set_state(self.position)
         return generator
 
-    def part(self, name: str) -> Part | None:
-        return self.parts.get(name)
-
     def drawn(self, generator: torch.Generator) -> "Run":
         return replace(self, position=generator.get_state())
 
@@ -169,7 +166,7 @@ class Resumable:
         Raises ValueError for another method, other options, data or sizes, and changes nothing.
         """
         run = self._run.loaded(self._description().taken_from(state))
-        part = run.part("params")
+        part = run.parts.get("params")
         params = None if part is None else LikelihoodParams.from_bytes(part.get("bytes"))
         self._run, self._params = self._checked_run(run.having(params=None)), params
         inputs = getattr(self.model, "train_inputs", None)

@@ -43,14 +43,14 @@ def test_a_cold_start_keeps_the_last_solution() -> None:
 def test_nothing_is_kept_for_another_system(operator: Any) -> None:
     run = Run.begin(0).for_system(SYSTEM).having(warm_start=updated("extrapolated", None, FIRST))
     assert run.for_system(SYSTEM) is run
-    assert run.for_system(operator).part("warm_start") is None
+    assert run.for_system(operator).parts.get("warm_start") is None
     assert torch.equal(run.for_system(operator).position, run.position)
 
 
 def test_state_resumes_and_moves() -> None:
     run = Run.begin(0).for_system(SYSTEM).having(warm_start=_after("extrapolated", FIRST, SECOND))
     resumed = Run.begin(1).loaded(run.to_dict()).for_system(SYSTEM)
-    assert (initial_guess("extrapolated", resumed.part("warm_start")) == 5).all()
+    assert (initial_guess("extrapolated", resumed.parts.get("warm_start")) == 5).all()
     moved = run.mapped(torch.Tensor.float)
     assert moved.for_system(DiagLinearOperator(torch.ones(4))) is moved
-    assert initial_guess("extrapolated", moved.part("warm_start")).dtype == torch.float32
+    assert initial_guess("extrapolated", moved.parts.get("warm_start")).dtype == torch.float32

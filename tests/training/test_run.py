@@ -18,10 +18,10 @@ def test_a_generator_of_the_run_draws_the_same_until_the_run_is_replaced() -> No
 def test_parts_are_replaced_and_removed_in_a_new_run() -> None:
     run = Run.begin(0).having(probes={"signs": torch.ones(3)}, shares={"value": torch.zeros(2)})
     other = run.having(probes=None, shares={"value": torch.ones(2)})
-    assert other.part("probes") is None
-    assert torch.equal(other.part("shares")["value"], torch.ones(2))
-    assert torch.equal(run.part("shares")["value"], torch.zeros(2))
-    assert run.mapped(torch.Tensor.double).part("probes")["signs"].dtype == torch.float64
+    assert other.parts.get("probes") is None
+    assert torch.equal(other.parts.get("shares")["value"], torch.ones(2))
+    assert torch.equal(run.parts.get("shares")["value"], torch.zeros(2))
+    assert run.mapped(torch.Tensor.double).parts["probes"]["signs"].dtype == torch.float64
 
 
 def test_what_is_saved_is_loaded() -> None:

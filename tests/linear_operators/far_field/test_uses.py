@@ -65,7 +65,7 @@ def test_values_come_from_the_factor_of_the_default_preconditioner() -> None:
     assert default.report is not None
     assert float(default.report.value_sem) < 2e-3
     assert abs(float(value - truth)) < 5e-3
-    assert "order" in dict(default._run.part("logdet") or {})
+    assert "order" in dict(default._run.parts.get("logdet") or {})
 
 
 def test_one_factor_serves_an_evaluation_and_its_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
