@@ -32,7 +32,7 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF, RadialFunction
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
-from gpy_iterative.linear_operators.tiles.cache import TileCache, TileCaches
+from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 #: Kernels with cheap operators and fast products of their own.
 _STRUCTURED = (
@@ -76,9 +76,6 @@ class _Place:
 
     def at(self, name: str) -> "_Place":
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
-
-    def take(self) -> TileCache:
-        return self.caches.take(self.path)
 
 
 def _read(covariance: LinearOperator | Tensor, place: _Place) -> LinearOperator:
@@ -158,7 +155,7 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
         centre = (x1 if x2 is None else x2).detach().mean(dim=-2, keepdim=True)
         x1, x2 = (None if x is None else (x - centre).to(dtype) / kernel.lengthscale for x in (x1, x2))
         alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
-        options = {"function": function, "products": products, "cache": place.take()}
+        options = {"function": function, "products": products, "cache": place.caches.take(place.path)}
         return RadialKernelLinearOperator(x1, x1.new_ones(()), x2=x2, alpha=alpha, **options)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # Its forward ignores the data kernel's active dims, as model(x) does.
@@ -171,7 +168,8 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
         _check_within_grid(kernel, x1 if x2 is None else torch.cat([x1.flatten(0, -2), x2.flatten(0, -2)]))
     if isinstance(kernel, _STRUCTURED):
         return evaluated(kernel, x1, x1 if x2 is None else x2)
-    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=place.products, cache=place.take())
+    cache = place.caches.take(place.path)
+    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=place.products, cache=cache)
 
 
 def _of_part(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
