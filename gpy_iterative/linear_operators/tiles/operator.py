@@ -37,19 +37,18 @@ class BilinearWeights:
         return torch.cat(self.tensors[::-1], dim=-1) if self._is_symmetric else self.tensors[1]
 
     @cached_property
-    def _rows(self) -> RowBlocks:
-        return RowBlocks.of(self.left, self.left.shape[-2], self._length)
-
-    @cached_property
-    def _columns(self) -> RowBlocks:
-        return RowBlocks.of(self.right, self.right.shape[-2], self._length)
+    def _blocks(self) -> tuple[RowBlocks, RowBlocks]:
+        """The factors at rows and columns of tiles."""
+        left, right = (RowBlocks.of(factor, factor.shape[-2], self._length) for factor in (self.left, self.right))
+        return left, right
 
     def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
         """W at the tile (i, j), [*b, rows, columns], perhaps in `out`; the caller may overwrite it.
 
         For a symmetric matrix, the weights of (i, j) and (j, i) are added.
         """
-        product = torch.matmul(self._rows.blocks[i].mT, self._columns.blocks[j], out=out)
+        rows, columns = self._blocks
+        product = torch.matmul(rows.blocks[i].mT, columns.blocks[j], out=out)
         return product.mul_(0.5) if self._is_symmetric and i == j else product
 
 
