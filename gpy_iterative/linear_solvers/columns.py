@@ -150,7 +150,8 @@ class Columns:
         #: Norms that exact rows add to the residuals of products.
         self._beside_exact_rows = torch.zeros_like(self.norms)
         if system.initial_guess is not None and self._far_field_error is not None:
-            self._beside_exact_rows = self._added_by_exact_rows(every.to(rhs.device), self.value, self.residual)
+            true = self._true_rows(every.to(rhs.device), self.value)
+            self._beside_exact_rows = self._norms_of_rows(true - self.residual[self._watched])
             self.norms = torch.hypot(self.norms, self._beside_exact_rows)
 
     def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -297,9 +298,6 @@ class Columns:
             return None
         residual, tolerance = float(self._beside_exact_rows[worst]), float(self._tolerances[worst])
         return FarFieldLimit(self._far_field_error, residual, tolerance)
-
-    def _added_by_exact_rows(self, columns: Tensor, value: Tensor, residual: Tensor) -> Tensor:
-        return self._norms_of_rows(self._true_rows(columns, value) - residual[self._watched])
 
     def _norms_of_rows(self, residual: Tensor) -> Tensor:
         """Norms estimated from the watched rows."""
