@@ -35,11 +35,6 @@ class TrainingSystem:
     def batch_shape(self) -> torch.Size:
         return self.residual.shape[:-1]
 
-    @property
-    def num_train(self) -> int:
-        """n, observed or not."""
-        return self.prior.event_shape.numel()
-
     def in_float64(self) -> "TrainingSystem":
         return replace(self, operator=in_float64(self.operator), residual=self.residual.double())
 

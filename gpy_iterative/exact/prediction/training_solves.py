@@ -240,7 +240,7 @@ class TrainingSolves:
 def _fitting(weights: Tensor | None, system: TrainingSystem) -> Tensor | None:
     if weights is None:
         return None
-    if system.observed is not None and weights.shape[-1] == system.num_train:
+    if system.observed is not None and weights.shape[-1] == len(system.observed):
         weights = weights[..., system.observed]
     return weights.detach().to(system.residual) if weights.shape == system.residual.shape else None
 
