@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gpy_iterative.exact.prediction.blocks import product
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for, joint_prior
-from gpy_iterative.exact.probes import RandomFeatures
+from gpy_iterative.exact.probes import RandomFeatures, frequency_draws
 from gpy_iterative.linear_operators.prior_parts import kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.spectral.densities import Draws
@@ -30,8 +30,7 @@ class SamplePaths:
         self, snapshot: ModelSnapshot, features: RandomFeatures, draws: Draws, update: Tensor, products: KernelProducts
     ) -> None:
         self._snapshot, self._features = snapshot, features
-        self._draws = {name: tensor for name, tensor in draws.items() if name.startswith("features.")}
-        self._draws["weights"] = draws["weights"][..., : update.shape[-1]]
+        self._draws = frequency_draws(draws) | {"weights": draws["weights"][..., : update.shape[-1]]}
         self._update, self._products = update, products
 
     @property
