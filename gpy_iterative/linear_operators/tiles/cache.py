@@ -56,7 +56,6 @@ class TileCache:
     def __init__(self, pool: _Pool | None = None, *, precedence: Precedence = Precedence.NATIVE) -> None:
         self._pool, self.precedence = _Pool() if pool is None else pool, precedence
         self._users = 0  # products in progress
-        self._structure: list[object] = []
         self._making = threading.RLock()
         self.derivatives = self.low_precision = None
         if precedence is Precedence.NATIVE:
@@ -67,7 +66,7 @@ class TileCache:
 
     def clear(self) -> None:
         self._owner = SeenVersions()
-        self._structure = []
+        self._structure: list[object] = []
         self.tiles: dict[Key, Tensor] = {}
         self._spare: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
         self._in_float32 = WeakTensorKeyDictionary()
