@@ -139,6 +139,16 @@ def network_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]
     }
 
 
+def copied(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+@torch.no_grad()
+def restore(parameters: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, known, strict=True):
+        parameter.copy_(value)
+
+
 class Coordinates:
     """All free hyperparameters of a module as one float64 vector [p].
 

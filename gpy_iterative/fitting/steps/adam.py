@@ -9,7 +9,7 @@ import torch
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.fitting.coordinates import Coordinate, Coordinates, network_parameters
+from gpy_iterative.fitting.coordinates import Coordinate, Coordinates, copied, network_parameters, restore
 from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.training_system import check_hyperparameters
@@ -70,7 +70,7 @@ class AdamSteps:
         step that leaves the support of a joint prior is halved. Errors restore parameters and optimiser.
         """
         parameters = self._parameters()
-        before = _copied(parameters)
+        before = copied(parameters)
         state = copy.deepcopy(self._optimizer.state_dict())  # a step changes its tensors in place
         if not isinstance(self.mll, HasOptimizer):
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
@@ -78,7 +78,7 @@ class AdamSteps:
         try:
             if not self._done:
                 Coordinates(self.mll).enter_bounds()
-            begun = _copied(parameters)
+            begun = copied(parameters)
             self._optimizer.zero_grad()
             value = self._value().mean()
             (-value).backward()
@@ -86,7 +86,7 @@ class AdamSteps:
             check_hyperparameters(self.mll)
             self._keep_in_supports(parameters, begun)
         except BaseException:  # also Ctrl-C
-            _restore(parameters, before)
+            restore(parameters, before)
             self._optimizer.load_state_dict(state)
             raise
         self._done += 1
@@ -181,7 +181,7 @@ class AdamSteps:
                 return
             for parameter, known in zip(parameters, before, strict=True):
                 parameter.lerp_(known, 0.5)
-        _restore(parameters, before)
+        restore(parameters, before)
 
 
 def _stretch(part: Coordinate) -> Tensor:
@@ -198,13 +198,3 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
         return batch[0], batch[1]
     shown = f"a tensor of {batch.dtype}" if isinstance(batch, Tensor) else type(batch).__name__
     raise ValueError(f"Each of batches= must be a pair (x, y) or a tensor of row numbers, got {shown}.")
-
-
-def _copied(parameters: list[Tensor]) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in parameters]
-
-
-@torch.no_grad()
-def _restore(parameters: list[Tensor], known: list[Tensor]) -> None:
-    for parameter, value in zip(parameters, known, strict=True):
-        parameter.copy_(value)

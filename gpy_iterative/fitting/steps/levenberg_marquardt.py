@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_params
 from gpy_iterative.errors import held_warnings, warn
-from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.fitting.coordinates import Coordinates, copied, restore
 from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.fitting.steps.curvature import Curvature
 from gpy_iterative.fitting.steps.points import Assessment, Point, Secant, Step
@@ -88,13 +88,13 @@ class LevenbergMarquardt(ABC):
     def point(self) -> Point:
         """The current point; the first is moved inside its bounds."""
         if self._point is None:
-            parameters = self._parameters()
+            before = copied(self.coordinates.parameters)
             try:
                 if not self._is_inside:
                     self.coordinates.enter_bounds()
                 self._point, self._is_inside = self._evaluated(), True
             except BaseException:
-                self._restore(parameters)
+                restore(self.coordinates.parameters, before)
                 raise
         return self._point
 
@@ -228,20 +228,13 @@ class LevenbergMarquardt(ABC):
             return None
         return None if point.status in self._failed else point
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.coordinates.parameters]
-
-    @torch.no_grad()
-    def _restore(self, parameters: list[Tensor]) -> None:
-        for parameter, value in zip(self.coordinates.parameters, parameters, strict=True):
-            parameter.copy_(value)
-
     def _undo_to_here(self) -> Callable[[], None]:
         """Restores parameters, the mll's run and what it has warned of, as often as called."""
-        parameters, state, warned_of = self._parameters(), self.mll.training_state(), set(self.mll.warned_of)
+        parameters = self.coordinates.parameters
+        before, state, warned_of = copied(parameters), self.mll.training_state(), set(self.mll.warned_of)
 
         def undo() -> None:
-            self._restore(parameters)
+            restore(parameters, before)
             self.mll.load_training_state(state)
             self.mll.warned_of.intersection_update(warned_of)  # variants of an mll share it
 
