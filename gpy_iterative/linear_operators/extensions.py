@@ -4,7 +4,8 @@ An operator's own method of the same name comes first. Sums and multiples ask th
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 from linear_operator import LinearOperator, to_dense
@@ -23,21 +24,35 @@ MAX_NUMBERS = 2**25
 
 Rows = slice | Tensor
 Derivatives = tuple[Tensor | None, ...]
+Operation = ParamSpec("Operation")
 
 
 # Parts of unbatched operators, without autograd
 
 
+def _by_parts(operation: Callable[Operation, Tensor]) -> Callable[Operation, Tensor]:
+    """Asks the operator's own method of this name first, then the parts of a sum or multiple, then the function."""
+
+    @wraps(operation)
+    def asked(operator: Any, *given: Any, **named: Any) -> Tensor:
+        if hasattr(operator, operation.__name__):
+            return getattr(operator, operation.__name__)(*given, **named)
+        if isinstance(operator, SumLinearOperator):
+            return sum(asked(part, *given, **named) for part in operator.linear_ops)
+        if isinstance(operator, ConstantMulLinearOperator):
+            return operator._constant * asked(operator.base_linear_op, *given, **named)
+        return operation(operator, *given, **named)
+
+    return asked
+
+
+@_by_parts
 def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
     """operator[rows, :] @ rhs: rhs [n, s] gives [len(rows), s].
 
     Raises:
         ValueError: rhs has another number of rows.
     """
-    if hasattr(operator, "rows_matmul"):
-        return operator.rows_matmul(rows, rhs)
-    if isinstance(operator, SumLinearOperator | ConstantMulLinearOperator):
-        return _of_parts(operator, lambda part: rows_matmul(part, rows, rhs))
     if isinstance(operator, KroneckerProductLinearOperator):
         # Its slices would add sparse matrices to the same product.
         return operator._matmul(rhs)[rows]
@@ -51,34 +66,25 @@ def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
     return operator[rows, :] @ rhs
 
 
+@_by_parts
 def columns_matmul(operator: LinearOperator, columns: slice, rhs: Tensor) -> Tensor:
     """operator[:, columns] @ rhs: rhs [len(columns), s] gives [n, s].
 
     Raises:
         ValueError: rhs has another number of rows.
     """
-    if hasattr(operator, "columns_matmul"):
-        return operator.columns_matmul(columns, rhs)
-    if isinstance(operator, SumLinearOperator | ConstantMulLinearOperator):
-        return _of_parts(operator, lambda part: columns_matmul(part, columns, rhs))
     return operator[:, columns] @ rhs
 
 
+@_by_parts
 def principal_block(operator: LinearOperator, block: slice) -> Tensor:
     """operator[block, block], a dense tensor that the caller may overwrite."""
-    if hasattr(operator, "principal_block"):
-        return operator.principal_block(block)
-    if isinstance(operator, SumLinearOperator | ConstantMulLinearOperator):
-        return _of_parts(operator, lambda part: principal_block(part, block))
     return to_dense(operator[block, block]).clone()
 
 
+@_by_parts
 def principal_blocks(operator: LinearOperator, rows: Tensor) -> Tensor:
     """operator[rows_i, rows_i] for sets of rows [c, k]: [c, k, k]."""
-    if hasattr(operator, "principal_blocks"):
-        return operator.principal_blocks(rows)
-    if isinstance(operator, SumLinearOperator | ConstantMulLinearOperator):
-        return _of_parts(operator, lambda part: principal_blocks(part, rows))
     if isinstance(operator, InterpolatedLinearOperator):
         return _interpolated_blocks(operator, rows)
     if isinstance(operator, RootLinearOperator):
@@ -115,14 +121,6 @@ def kernel_inputs(operator: LinearOperator) -> Tensor | None:
     terms = [term.kernel_inputs() for term in sum_terms(operator) if hasattr(term, "kernel_inputs")]
     found = [inputs for inputs in terms if inputs is not None]
     return torch.cat(found, dim=-1) if found else None
-
-
-def _of_parts(
-    operator: SumLinearOperator | ConstantMulLinearOperator, operation: Callable[[LinearOperator], Tensor]
-) -> Tensor:
-    if isinstance(operator, SumLinearOperator):
-        return sum(map(operation, operator.linear_ops))
-    return operator._constant * operation(operator.base_linear_op)
 
 
 def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
