@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count, checked_seed
 from gpy_iterative.errors import SpectralDensityMissingError
+from gpy_iterative.linear_operators.from_gpytorch import active_inputs
 from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis, check_kernel
@@ -63,7 +64,7 @@ class FourierGroups(torch.nn.Module):
                 f"The basis was made for inputs with {self.num_dims} columns, got {x.shape[-1]}: pass the same columns, or "
                 "make a basis with another num_dims."
             )
-        return KernelTerm(kernel, x if kernel.active_dims is None else x.index_select(-1, kernel.active_dims))
+        return KernelTerm(kernel, active_inputs(kernel, x))
 
     def _draw(self, kernel: kernels.Kernel, seed: int, count: int) -> Draws:
         parameter = next(kernel.parameters()).detach()
