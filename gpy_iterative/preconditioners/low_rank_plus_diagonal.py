@@ -41,7 +41,11 @@ class LowRankPlusDiagonal(Preconditioner):
     def __init__(self, factor: Tensor, diagonal: Tensor, build_epochs: float | None = None) -> None:
         self.factor, self.diagonal = factor, diagonal
         self.build_epochs = factor.shape[-1] / factor.shape[-2] if build_epochs is None else build_epochs
-        self._norm = _inner_norm(factor, diagonal)
+        squares = sum(
+            ((rows / root).square().sum(-2) for rows, root in _whitened_parts(factor, diagonal)), factor.new_zeros(())
+        )
+        #: Largest norm of the diagonal of W^T W.
+        self._norm = float(torch.linalg.vector_norm(squares, dim=-1).amax())
         self._cholesky, info = torch.linalg.cholesky_ex(_inner_matrix(factor, diagonal, self._working_dtype))
         if info.any():  # I + W^T W is positive definite if finite
             raise NonFiniteError(
@@ -144,14 +148,6 @@ def _in_float64(matrix: Tensor) -> Iterator[Tensor]:
 
 def _whitened_parts(factor: Tensor, diagonal: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(factor.split(CHUNK, dim=-2), diagonal.sqrt().unsqueeze(-1).split(CHUNK, dim=-2), strict=True)
-
-
-def _inner_norm(factor: Tensor, diagonal: Tensor) -> float:
-    """Largest norm of the diagonal of W^T W."""
-    squares = sum(
-        ((rows / root).square().sum(-2) for rows, root in _whitened_parts(factor, diagonal)), factor.new_zeros(())
-    )
-    return float(torch.linalg.vector_norm(squares, dim=-1).amax())
 
 
 def _inner_matrix(factor: Tensor, diagonal: Tensor, dtype: torch.dtype) -> Tensor:
