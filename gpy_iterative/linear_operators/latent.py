@@ -35,14 +35,10 @@ class RepeatedKernelLinearOperator(LinearOperator):
         return torch.Size((*self.kernel.batch_shape, rows * self.repeats, columns * self.repeats))
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        if rhs.dim() == 1:
-            return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
         product = self.kernel._matmul(self._side_by_side(rhs))
         return product.reshape(*product.shape[:-2], -1, rhs.shape[-1])
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        if left_vecs.dim() == 1:
-            left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
         return self.kernel._bilinear_derivative(self._side_by_side(left_vecs), self._side_by_side(right_vecs))
 
     def _side_by_side(self, columns: Tensor) -> Tensor:

@@ -36,15 +36,12 @@ class NoisyLinearOperator(LinearOperator):
         return self._shape
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        noise = self.noise if rhs.dim() == 1 else self.noise.unsqueeze(-1)
-        return self.kernel._matmul(rhs) + noise * rhs
+        return self.kernel._matmul(rhs) + self.noise.unsqueeze(-1) * rhs
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        if left_vecs.dim() == 1:
-            left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
         kernel = self.kernel._bilinear_derivative(left_vecs, right_vecs)
         if not self.noise.requires_grad:
             return (*kernel, None)

@@ -33,10 +33,8 @@ class WhitenedKernelLinearOperator(LinearOperator):
 
     @torch.no_grad()
     def _matmul(self, rhs: Tensor) -> Tensor:
-        columns = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
-        product = self.kernel._matmul(self.curvature.root(columns.double()).to(self.kernel.dtype))
-        whitened = self.curvature.root_t(product.double()).to(rhs.dtype)
-        return whitened.squeeze(-1) if rhs.dim() == 1 else whitened
+        product = self.kernel._matmul(self.curvature.root(rhs.double()).to(self.kernel.dtype))
+        return self.curvature.root_t(product.double()).to(rhs.dtype)
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self

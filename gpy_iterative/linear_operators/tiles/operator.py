@@ -112,8 +112,6 @@ class TiledLinearOperator(LinearOperator):
         return {key: value for key, value in self.__dict__.items() if key != "_tiles"}
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        if rhs.dim() == 1:
-            return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*self.representation(), rhs)):
             return self._differentiable_matmul(rhs)
         with torch.no_grad():
@@ -122,8 +120,6 @@ class TiledLinearOperator(LinearOperator):
             return tiles.product(everything, everything, rhs.expand(*batch, *rhs.shape[-2:])) * self.tile_scale
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        if left_vecs.dim() == 1:
-            left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
         if torch.is_grad_enabled():  # double backward
             return self._differentiable_derivatives(left_vecs, right_vecs)
         return self._tile_derivatives(BilinearWeights(left_vecs, right_vecs, self.batch_shape, self.tiles()))
