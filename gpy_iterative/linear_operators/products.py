@@ -70,9 +70,9 @@ class KernelProducts:
             all-reduce of n s numbers. `cache_memory` is per rank.
         far_field: error, from 1e-9 to .1, of a radial kernel's entries relative to their standard deviation over all pairs.
             Blocks of distant points are compressed: the cost grows with n, not n^2, for up to three dimensions (long
-            lengthscales do not count). "auto" is 1e-6 (3e-7 at a million rows) from 4,000 rows on, where it evaluates less
-            than half of the entries (on CUDA from 50,000 rows on, and a quarter). None uses tiles, as do tolerances out of
-            reach and cases that save nothing. Rows, columns and dense blocks are exact.
+            lengthscales do not count). "auto" is 1e-6 (3e-7 at a million rows; in float64 .001 / n) from 4,000 rows on
+            (CUDA: 50,000), where less than half of the entries are evaluated (CUDA: a quarter). None uses tiles, as do
+            tolerances out of reach and cases that save nothing. Rows, columns and dense blocks are exact.
 
     Raises:
         ValueError: an option is outside its range; or the process group is not initialised, does not contain this process,

@@ -16,7 +16,7 @@ import gpy_iterative as gpi
 from gpy_iterative.command_line import commands
 from gpy_iterative.command_line.commands import main, split
 from gpy_iterative.command_line.model import TableModel
-from gpy_iterative.errors import DataWarning
+from gpy_iterative.errors import ConvergenceWarning, DataWarning
 from tests.command_line.homes import Homes, homes, written
 
 
@@ -247,6 +247,7 @@ def test_a_checkpoint_is_gone_on_from_and_a_foreign_one_refused(
 
 def test_many_rows_start_from_fits_to_subsets_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "ROWS_OF_CHEAP_STEPS", 50)
+    monkeypatch.setattr(commands, "MOST_ROWS_IN_FLOAT64", 50)
     table = {name: cells for name, cells in homes().items() if name in ("area", "price")}
     starts = []
     real = commands.fit
@@ -255,6 +256,22 @@ def test_many_rows_start_from_fits_to_subsets_in_float32(tmp_path: Path, monkeyp
         assert main(fit_words(tmp_path, table, "--max-steps", "1", *words)) == 0
         assert torch.load(tmp_path / "homes.gpi.pt", weights_only=True)["targets"].dtype == dtype
     assert starts == ["subsets", "subsets"]
+
+
+def test_many_rows_of_few_inputs_stay_in_float64() -> None:
+    sizes = [(20_000, 10), (60_000, 2), (60_000, 4), (200_000, 2)]
+    assert [commands.suited_dtype(*size) for size in sizes] == [torch.float64] * 2 + [torch.float32] * 2
+
+
+def test_a_solve_that_did_not_converge_is_told_in_the_words_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    advice = ConvergenceWarning("It stopped after 2.5 epochs (targets 0.1). Loosen the tolerance. Or use float64.")
+    commands.show_note(advice, type(advice), "file", 1)
+    commands.show_note(UserWarning("One. Two."), UserWarning, "file", 1)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("note: It stopped after 2.5 epochs (targets 0.1). Scores on held-out rows")
+    assert "--double" in first
+    assert "Loosen" not in first
+    assert second == "note: One. Two."
 
 
 def interrupting(after: int) -> Callable[..., gpi.fitting.FitResult]:

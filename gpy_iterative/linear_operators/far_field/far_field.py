@@ -17,9 +17,11 @@ from gpy_iterative.linear_operators.far_field.skeletons import skeletons
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.worker_threads import ByDevice, divided, run, shares
 
-#: "auto" divides this by n: the largest eigenvalue grows, the noise does not. Limits: float32's resolution (1e-7 at best),
+#: "auto" divides this by n: the largest eigenvalue grows, the noise does not. In float64, which users take for smooth
+#: functions and little noise, a part of it. Limits: float32's resolution (1e-7 at best), the least that can be asked for,
 #: and 1e-6, which costs hardly more than 1e-5.
-TOLERANCE_TIMES_ROWS, SMALLEST_TOLERANCE, LARGEST_TOLERANCE = 0.1, 3e-7, 1e-6
+TOLERANCE_TIMES_ROWS, FLOAT64_PART = 0.1, 0.01
+SMALLEST_TOLERANCE, SMALLEST_IN_FLOAT64, LARGEST_TOLERANCE = 3e-7, 1e-9, 1e-6
 #: Most entries of a far field, as a part of the tiles': for "auto", and for a tolerance. On CUDA they take twice as
 #: long as those of tiles.
 AUTO_PART, GIVEN_PART = ByDevice(cpu=0.5, accelerator=0.25), 1.0
@@ -53,8 +55,7 @@ class FarField:
 def far_field(entries: RadialEntries, wanted: float | Literal["auto"]) -> FarField | None:
     """The far field of a symmetric matrix; None where it does not pay or two attempts miss its tolerance by far."""
     n = len(entries)
-    automatic = min(max(TOLERANCE_TIMES_ROWS / n, SMALLEST_TOLERANCE), LARGEST_TOLERANCE)
-    tolerance = automatic if wanted == "auto" else wanted
+    tolerance = _automatic_tolerance(n, entries.dtype) if wanted == "auto" else wanted
     part = AUTO_PART.on(entries.device) if wanted == "auto" else GIVEN_PART
     limit = part * n**2 / 2
     plan = make_plan(entries, tolerance, limit)
@@ -68,6 +69,11 @@ def far_field(entries: RadialEntries, wanted: float | Literal["auto"]) -> FarFie
         return None
     second = _built(plan, entries)
     return second if second.error <= MOST_MISSED * tolerance else None
+
+
+def _automatic_tolerance(n: int, dtype: torch.dtype) -> float:
+    part, smallest = (FLOAT64_PART, SMALLEST_IN_FLOAT64) if dtype == torch.float64 else (1.0, SMALLEST_TOLERANCE)
+    return min(max(part * TOLERANCE_TIMES_ROWS / n, smallest), LARGEST_TOLERANCE)
 
 
 def _built(plan: Plan, entries: RadialEntries) -> FarField:
