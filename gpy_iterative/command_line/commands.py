@@ -109,6 +109,8 @@ def fit_table(
         check_can_write(plot)
     if seed < 0:
         raise BadInputError(f"--seed must be 0 or more, got {seed}.")
+    if max_steps is not None and max_steps < 1:
+        raise BadInputError(f"--max-steps must be 1 or more, got {max_steps}.")
     data = read_training_data(table, target, drop, drop_incomplete=drop_incomplete)
     kept, held_out = split(len(data.targets), seed)
     print(*data_lines(data, len(kept)), sep="\n")

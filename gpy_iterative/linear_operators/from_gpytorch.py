@@ -261,6 +261,12 @@ def noise_operator(
             "not passed: call the marginal log likelihood as mll(model(x), y, x), as with GPyTorch's own."
         )
     if isinstance(likelihood, MultitaskGaussianLikelihood):
+        if function_dist.event_shape[1:] != (likelihood.num_tasks,):
+            raise ValueError(
+                f"{type(likelihood).__name__} has {likelihood.num_tasks} tasks, the model's output the shape "
+                f"{tuple(function_dist.event_shape)}: return a MultitaskMultivariateNormal of these tasks, or use "
+                "GaussianLikelihood."
+            )
         interleaved = getattr(function_dist, "_interleaved", True)
         noise = likelihood._shaped_noise_covar(
             function_dist.mean.shape, add_noise=likelihood.has_global_noise, interleaved=interleaved

@@ -212,6 +212,7 @@ def fit_words(folder: Path, table: Homes, *words: str) -> list[str]:
         (["--checkpoint", "homes.csv"], "homes.csv is another file of this command"),
         (["--drop", "rooms"], "no column 'rooms'"),
         (["--seed", "-1"], "--seed must be 0 or more, got -1"),
+        (["--max-steps", "0"], "--max-steps must be 1 or more, got 0"),
         (["--output", "a.pt", "--checkpoint", "a.pt"], "a.pt is another file of this command"),
     ],
 )

@@ -196,6 +196,16 @@ def test_fixed_noise_of_another_size() -> None:
         mll(model(x), y)
 
 
+def test_tasks_of_the_likelihood_that_the_model_has_not() -> None:
+    x, y = data(30)
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2)
+    model = Regression(x, y, likelihood, kernels.RBFKernel()).double()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood.double(), model)
+    for call in (lambda: mll(model(x), y), lambda: gpi.fit(mll, progress=False), mll.posterior):
+        with pytest.raises(ValueError, match=r"has 2 tasks, the model's output the shape \(30,\)"):
+            call()
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, -1.0])
 def test_bad_noise(bad: float) -> None:
     x, y = data(30)
