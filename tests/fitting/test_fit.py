@@ -17,6 +17,7 @@ from gpy_iterative.errors import DataWarning
 from gpy_iterative.fitting import FitStatus
 from gpy_iterative.fitting.loops import CurvatureLoop
 from gpy_iterative.fitting.steps import levenberg_marquardt
+from gpy_iterative.fitting.steps.adam import AdamSteps
 from tests.exact.gaussian_models import CASES, Case, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_information, dense_optimum, dense_value, regression
 from tests.laplace.cases import Exposed, LaplaceModel
@@ -344,6 +345,15 @@ def test_adam_moves_large_values_relatively() -> None:
     mll.model.covar_module.base_kernel.lengthscale = 300.0
     assert quiet(mll, method="adam").steps > 40
     assert best - dense_value(mll) < 1.0
+
+
+def test_adam_does_not_jump_from_the_upper_end_of_an_interval() -> None:
+    mll = regression(60)
+    kernel = mll.model.covar_module
+    kernel.register_constraint("raw_outputscale", gpytorch.constraints.Interval(1e-3, 1e3))
+    kernel.outputscale = 999.0
+    AdamSteps(mll, num_steps=10).step()
+    assert 900.0 < float(kernel.outputscale.detach()) < 999.0
 
 
 def test_laplace_by_adam() -> None:

@@ -16,6 +16,8 @@ from gpy_iterative.training.training_system import check_hyperparameters
 
 #: First rates; the last rate relative to the first.
 RATE, NETWORK_RATE, LAST = 0.1, 0.01, 0.05
+#: Largest stretch of moves of a raw parameter in an interval: more than a unit of its sigmoid would cross the interval.
+INTERVAL_STRETCH = 1 / RATE
 #: Halvings of a step that leaves a prior's support; then it is undone.
 MAX_HALVINGS = 20
 
@@ -190,7 +192,9 @@ def _stretch(part: Coordinate) -> Tensor:
     Adam moves it by the rate, and the softplus of a large one by as much: nothing beside a lengthscale of 300.
     """
     values = part.values(part.parameter.detach().double())
-    return (1 / part.slopes()).minimum(values).clamp_min(1.0).to(part.parameter)
+    assert part.constraint is not None  # of a positive parameter
+    most = torch.where(part.constraint.upper_bound.isinf(), torch.inf, INTERVAL_STRETCH).to(values)
+    return (1 / part.slopes()).minimum(values).minimum(most).clamp_min(1.0).to(part.parameter)
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
