@@ -47,13 +47,15 @@ def test_every_kind_of_model(name: str, tolerance: float) -> None:
     check_information(CASES[name](), tolerance)
 
 
-def test_a_batch_of_noises_shares_a_kernel() -> None:
+@pytest.mark.parametrize(("batch", "of_kernel"), [((2,), ()), ((2,), (1,)), ((2, 3), (2, 1)), ((2, 3), (3,))])
+def test_a_batch_of_noises_shares_a_kernel(batch: tuple[int, ...], of_kernel: tuple[int, ...]) -> None:
     x, y = data()
-    targets = torch.stack([y, y.flip(0)])
-    likelihood = gpytorch.likelihoods.GaussianLikelihood(batch_shape=torch.Size([2]))
-    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RQKernel())
-    model = Regression(x, targets, likelihood, kernel, (2,)).double()
-    likelihood.noise = torch.tensor([[0.1], [0.4]])
+    shape, shared = torch.Size(batch), torch.Size(of_kernel)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(batch_shape=shape)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RQKernel(batch_shape=shared), batch_shape=shared)
+    targets = torch.stack([y.roll(i) for i in range(shape.numel())]).view(*shape, -1)
+    model = Regression(x, targets, likelihood, kernel, batch).double()
+    likelihood.noise = torch.linspace(0.1, 0.4, shape.numel()).view(*shape, 1)
     check_information(Case(model, likelihood, x, targets), 1e-8)
 
 

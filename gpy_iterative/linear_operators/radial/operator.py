@@ -3,7 +3,9 @@
 Lengthscales, active dimensions and feature extractors stay in autograd; derivatives by scaled inputs are in closed form.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,6 +21,23 @@ from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import blocks
+
+
+def _by_vectors(product: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Calls a method for each vector of rhs [*b, n] along batch dimensions that the kernel lacks or has of size 1."""
+
+    @wraps(product)
+    def called(operator: "RadialKernelLinearOperator", rhs: Tensor) -> Tensor:
+        own = operator.batch_shape
+        rhs = rhs.expand(*torch.broadcast_shapes(own, rhs.shape[:-1]), -1)
+        if rhs.dim() - 1 > len(own):
+            return torch.stack([called(operator, part) for part in rhs])
+        for dim, size in enumerate(own):
+            if size != rhs.shape[dim]:
+                return torch.cat([called(operator, part) for part in rhs.split(1, dim)], dim)
+        return product(operator, rhs)
+
+    return called
 
 
 class RadialKernelLinearOperator(TiledLinearOperator):
@@ -120,24 +139,19 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     # Directional derivatives
 
     @torch.no_grad()
+    @_by_vectors
     def scale_products(self, rhs: Tensor) -> Tensor:
         """Derivatives [*b, n, d] of K rhs [*b, n] by log s_c, a factor of input coordinate c.
 
-        Cost: one product with 1 + 2d columns, of kept derivatives; several, if rhs has batch dimensions that the kernel has
-        not.
+        Cost: one product with 1 + 2d columns, of kept derivatives; several, if vectors of a batch share the kernel.
         """
-        if rhs.dim() > len(self.shape) - 1:
-            return torch.stack([self.scale_products(part) for part in rhs])
-        columns = rhs.unsqueeze(-1).expand(*self.batch_shape, -1, -1)
-        return self.tiles().scale_products(columns) * (2 * self.function.derivative_factor * self.tile_scale)
+        return self.tiles().scale_products(rhs.unsqueeze(-1)) * (2 * self.function.derivative_factor * self.tile_scale)
 
     @torch.no_grad()
+    @_by_vectors
     def alpha_product(self, rhs: Tensor) -> Tensor:
         """The derivative [*b, n] of K rhs [*b, n] by alpha."""
-        if rhs.dim() > len(self.shape) - 1:
-            return torch.stack([self.alpha_product(part) for part in rhs])
-        columns = rhs.unsqueeze(-1).expand(*self.batch_shape, -1, -1)
-        return (self.tiles().alpha_product(columns) * self.tile_scale).squeeze(-1)
+        return (self.tiles().alpha_product(rhs.unsqueeze(-1)) * self.tile_scale).squeeze(-1)
 
     # Parts of the matrix
 
