@@ -1,6 +1,7 @@
 """The loops of `gpi.fit`."""
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estim
 from gpy_iterative.fitting.steps.adam import AdamSteps
 from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point, Step
-from gpy_iterative.fitting.stopping import LEFT, NEAR, NOISE, FitStatus, has_converged, has_stalled, is_drowned
+from gpy_iterative.fitting.stopping import CLEAR, LEFT, NEAR, NOISE, FitStatus, has_converged, has_stalled, is_drowned
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
 from gpy_iterative.training.progress import Progress, reporting
 
@@ -113,7 +115,7 @@ class CurvatureLoop(Loop):
         self._optimiser = optimiser
         self._steps, self._has_raised = 0, False
         self._seen: list[bool] = []
-        self._best: tuple[float, Tensor] | None = None  # least nats left, and their position
+        self._best: tuple[float, float, float, Tensor] | None = None  # nats left, value, its error and position
         self._last: Step | None = None
         self._assessed: Assessment | None = None  # of the current point
 
@@ -131,8 +133,8 @@ class CurvatureLoop(Loop):
             self._has_raised, self._last, self._best = True, None, None
             return None
         if is_drowned([row.left_to_gain or 0.0 for row in self.history], self._seen, limit, found.noise):
-            if self._best is not None and self._best[0] < found.left:
-                self._optimiser.go_to(self._best[1])
+            if self._best is not None and not torch.equal(self._best[-1], self._optimiser.point.position):
+                self._optimiser.go_to(self._best[-1])
                 self._last = None
                 self._assess()
             return _ended(self._settle(), limit)
@@ -151,11 +153,21 @@ class CurvatureLoop(Loop):
         point, found = self._optimiser.point, self._optimiser.assess()
         evaluated = point.epochs if self._last is None else self._last.epochs
         self._assessed = found
-        if self._best is None or found.left < self._best[0]:
-            self._best = found.left, point.position
+        if self._is_best(point, found):
+            self._best = found.left, point.value, point.error, point.position
         self._seen.append(self._last is None or _is_visible(self._last, found))
         self.history.append(self._row(point, found, found.curvature.epochs + evaluated, time.perf_counter() - start))
         return found
+
+    def _is_best(self, point: Point, found: Assessment) -> bool:
+        """By its value where that differs clearly: on a plateau little seems left to gain. Else by the nats left."""
+        if self._best is None:
+            return True
+        left, value, error, _ = self._best
+        gain = point.value - value
+        if abs(gain) > NEAR + CLEAR * math.hypot(point.error, error):
+            return gain > 0
+        return found.left < left
 
     def _settle(self) -> Assessment:
         """The assessment at the end, which the last row tells."""

@@ -1,6 +1,7 @@
 """`gpi.fit` from start to end."""
 
 import logging
+import math
 import sys
 import time
 from contextlib import nullcontext
@@ -198,12 +199,25 @@ def test_a_fit_that_blind_steps_do_not_help_ends_at_its_best_point(monkeypatch: 
     loop = CurvatureLoop(gpi.fitting.AverageInformation(mll), [], 10)
     assert loop.advance() is None
     best = [parameter.detach().clone() for parameter in mll.parameters()]
-    loop._best = (0.0, gpi.fitting.AverageInformation(mll).coordinates.read())
+    loop._best = (0.0, math.inf, 0.0, gpi.fitting.AverageInformation(mll).coordinates.read())
     assert loop.advance() is None
     monkeypatch.setattr("gpy_iterative.fitting.loops.is_drowned", lambda *told: True)
     assert loop.advance() is FitStatus.NOISE
     assert all(map(torch.allclose, mll.parameters(), best))
     assert loop.history[-1].left_to_gain == pytest.approx(loop.history[1].left_to_gain)
+
+
+def test_a_plateau_where_little_seems_left_to_gain_is_not_the_best_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    mll = regression(80)
+    mll.likelihood.noise, mll.model.covar_module.base_kernel.lengthscale = 3.0, 30.0
+    loop = CurvatureLoop(gpi.fitting.AverageInformation(mll), [], 10)
+    for _ in range(3):
+        assert loop.advance() is None
+        if loop._best is not None and len(loop.history) == 1:
+            loop._best = (0.0, *loop._best[1:])
+    monkeypatch.setattr("gpy_iterative.fitting.loops.is_drowned", lambda *told: True)
+    assert loop.advance() is not None
+    assert dense_value(mll) / 80 > loop.history[0].value + 0.1
 
 
 def test_ctrl_c_keeps_what_the_last_step_has_reached() -> None:
