@@ -49,6 +49,11 @@ class Coordinate:
         support = support_of(module, parameter, values)
         return cls(_shown_name(name), parameter, constraint, _kind(constraint), support)
 
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether it is positive, without an upper bound: then no sigmoid."""
+        return self.kind == "log" and self.constraint is not None and bool(self.constraint.upper_bound.isinf().all())
+
     def names(self) -> list[str]:
         """One name per entry, "lengthscale[2]"; skips dimensions of length 1."""
         shape = [size for size in self.parameter.shape if size > 1]

@@ -240,7 +240,9 @@ def _noise_limit(found: Assessment) -> float:
 
 
 def _ended(found: Assessment, limit: float) -> FitStatus:
-    """The status where no further gain is visible."""
+    """The status where no further gain is visible; far from the optimum something other than noise is wrong."""
+    if found.left - CLEAR * found.noise > NEAR * limit:
+        return FitStatus.STAGNATED
     if found.held.any():
         return FitStatus.BOUND
     is_optimum = has_converged(found.left, found.noise) and found.noise <= limit

@@ -153,7 +153,7 @@ def _shortened(rows: list[str]) -> list[str]:
 
 
 def _told(irrelevant: Sequence[str], names: Sequence[str]) -> list[str]:
-    """What irrelevant lengthscales mean; a kernel without relevant ones may only have begun far from the data."""
+    """What irrelevant lengthscales mean; a kernel without relevant ones is of no use, or began far from the data."""
     kernel_of = lambda name: name.partition("[")[0]
     useful = {kernel_of(name) for name in names if name not in irrelevant}
     inputs = [name for name in irrelevant if kernel_of(name) in useful]
@@ -162,7 +162,7 @@ def _told(irrelevant: Sequence[str], names: Sequence[str]) -> list[str]:
         [f"The data may do without the inputs of {', '.join(inputs)}: these values change nothing."] if inputs else []
     )
     return lines + [
-        f"The kernel of {name} explains nothing of the data. If it should, start from another lengthscale and outputscale."
+        f"The kernel of {name} changes nothing: leave it out, or start from another lengthscale and outputscale."
         for name in kernels
     ]
 

@@ -122,7 +122,7 @@ def test_a_kernel_that_explains_nothing_is_not_called_useless_inputs() -> None:
     assert len(result.irrelevant) == 3
     shown = str(result)
     assert "may do without" not in shown
-    assert "The kernel of covar_module.base_kernel.lengthscale explains nothing" in shown.splitlines()[-1]
+    assert "The kernel of covar_module.base_kernel.lengthscale changes nothing: leave it out, or start" in shown.splitlines()[-1]
 
 
 def test_a_fit_that_ended_without_curvature_does_not_say_that_nothing_is_determined() -> None:

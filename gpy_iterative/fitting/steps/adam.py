@@ -16,8 +16,6 @@ from gpy_iterative.training.training_system import check_hyperparameters
 
 #: First rates; the last rate relative to the first.
 RATE, NETWORK_RATE, LAST = 0.1, 0.01, 0.05
-#: Largest stretch of moves of a raw parameter in an interval: more than a unit of its sigmoid would cross the interval.
-INTERVAL_STRETCH = 1 / RATE
 #: Halvings of a step that leaves a prior's support; then it is undone.
 MAX_HALVINGS = 20
 
@@ -57,7 +55,7 @@ class AdamSteps:
             raise TypeError(f"batches must be a list or a DataLoader, got {batches!r}.")
         if batches is not None and iter(batches) is batches:
             raise ValueError("batches= is an iterator, which can be read only once: pass a list or a DataLoader.")
-        self._positive = [part for part in Coordinates(mll).parts if part.kind == "log"]
+        self._stretched = [part for part in Coordinates(mll).parts if part.is_unlimited]
         mll.train()
         self._params = tuple(params)
         self._taken = 0  # of this pass
@@ -127,7 +125,7 @@ class AdamSteps:
 
     def _move(self) -> None:
         """A step of the optimiser. Adam moves positive parameters above 1 relative to their values."""
-        begun = [(part, part.parameter.detach().clone(), _stretch(part)) for part in self._positive]
+        begun = [(part, part.parameter.detach().clone(), _stretch(part)) for part in self._stretched]
         self._optimizer.step()
         if isinstance(self.mll, HasOptimizer):
             return
@@ -192,9 +190,7 @@ def _stretch(part: Coordinate) -> Tensor:
     Adam moves it by the rate, and the softplus of a large one by as much: nothing beside a lengthscale of 300.
     """
     values = part.values(part.parameter.detach().double())
-    assert part.constraint is not None  # of a positive parameter
-    most = torch.where(part.constraint.upper_bound.isinf(), torch.inf, INTERVAL_STRETCH).to(values)
-    return (1 / part.slopes()).minimum(values).minimum(most).clamp_min(1.0).to(part.parameter)
+    return (1 / part.slopes()).minimum(values).clamp_min(1.0).to(part.parameter)
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
