@@ -13,10 +13,11 @@ from typing import Any
 
 import gpytorch
 import torch
-from gpytorch.kernels import CylindricalKernel, Kernel
+from gpytorch.kernels import AdditiveKernel, CylindricalKernel, Kernel
 from gpytorch.kernels.keops.keops_kernel import KeOpsKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator, to_dense, to_linear_operator
+from linear_operator.operators import RootLinearOperator, SumLinearOperator
 from torch import Tensor
 from torch.func import functional_call
 
@@ -57,8 +58,22 @@ class _Eager(Kernel):
         return to_linear_operator(gpytorch.Module.__call__(self, result.x1, result.x2, **given))
 
 
+class _EagerSum(AdditiveKernel):
+    """A sum without linear_operator's update by a low-rank term, which factorises the terms before it."""
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> LinearOperator | Tensor:
+        if diag:
+            return super().forward(x1, x2, diag=diag, **params)
+        first, *others = (to_linear_operator(kernel(x1, x2, **params)) for kernel in self.kernels)
+        for term in others:
+            first = SumLinearOperator(first, term) if isinstance(term, RootLinearOperator) else first + term
+        return first
+
+
 @cache
 def _eager(kind: type[Kernel]) -> type[Kernel]:
+    if kind.forward is AdditiveKernel.forward:
+        return types.new_class(kind.__name__, (_EagerSum, kind, _Eager))
     return types.new_class(kind.__name__, (kind, _Eager))  # a kernel's own `__call__` comes first
 
 

@@ -12,6 +12,7 @@ from linear_operator.test.linear_operator_test_case import LinearOperatorTestCas
 from torch import Tensor
 
 from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts, generic_kernel, rows_matmul
+from gpy_iterative.linear_operators.kernel_functions import kernel_matrix
 from gpy_iterative.linear_operators.tiles import tiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.worker_threads import ByDevice
@@ -88,6 +89,17 @@ def test_diagonal_and_slices(name: str) -> None:
         torch.testing.assert_close(operator[..., 3:9, :6].to_dense(), matrix[..., 3:9, :6])
         index = torch.tensor([5, 0, 9])
         torch.testing.assert_close(operator[..., index, :].to_dense(), matrix[..., index, :])
+
+
+def test_a_low_rank_term_leaves_the_terms_before_it_unfactorised(recwarn: pytest.WarningsRecorder) -> None:
+    """GPyTorch's sum factorises them, and fails where they have no Cholesky factor."""
+    cosine, linear = kernels.CosineKernel(), kernels.LinearKernel()  # a cosine of distances in the plane is indefinite
+    x = inputs(13, 2)
+    expected = cosine(x).to_dense() + 2 * linear(x).to_dense()
+    assert torch.allclose(kernel_matrix(cosine + linear + linear, x, x), expected)
+    tiled = GenericKernelLinearOperator.of_kernel(cosine + linear + linear, x, products=KernelProducts(tile_size=7))
+    assert torch.allclose(tiled.to_dense(), expected)
+    assert not recwarn
 
 
 def test_aligned_slices_of_a_multi_output_kernel_stay_free_of_the_matrix() -> None:
