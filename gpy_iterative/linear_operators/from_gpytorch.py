@@ -160,7 +160,10 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # Its forward ignores the data kernel's active dims, as model(x) does.
         data = _of_kernel(kernel.data_covar_module, x1, x2, place.at("data_covar_module"))
-        return KroneckerProductLinearOperator(data, to_linear_operator(kernel.task_covar_module.covar_matrix))
+        tasks = to_linear_operator(kernel.task_covar_module.covar_matrix)
+        if tasks.shape[-1] == 1:  # linear_operator's product with one task views the data's, which is not contiguous
+            return _times(data, tasks.to_dense()[..., 0, 0])
+        return KroneckerProductLinearOperator(data, tasks)
     if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
         parts = enumerate(kernel.covar_module_list)
         return _sum([_of_kernel(part, x1, x2, place.at(f"covar_module_list.{i}")) for i, part in parts])

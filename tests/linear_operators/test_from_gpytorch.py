@@ -95,6 +95,11 @@ def test_multitask_keeps_its_kronecker_structure() -> None:
     assert isinstance(operator.kernel.linear_ops[0], RadialKernelLinearOperator)
 
 
+def test_one_task_equals_a_single_output() -> None:
+    kernel, (x, _) = kernels.MultitaskKernel(kernels.MaternKernel(), num_tasks=1, rank=0).double(), data(10)  # one tile
+    torch.testing.assert_close(kernel_operator(kernel(x), PRODUCTS).to_dense(), kernel(x).to_dense())
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_lengthscales_for_other_columns_are_refused(width: int) -> None:
     x = data(20)[0][:, :1].expand(20, width)
