@@ -49,11 +49,6 @@ class Coordinate:
         support = support_of(module, parameter, values)
         return cls(_shown_name(name), parameter, constraint, _kind(constraint), support)
 
-    @property
-    def is_unlimited(self) -> bool:
-        """Whether it is positive, without an upper bound: then no sigmoid."""
-        return self.kind == "log" and self.constraint is not None and bool(self.constraint.upper_bound.isinf().all())
-
     def names(self) -> list[str]:
         """One name per entry, "lengthscale[2]"; skips dimensions of length 1."""
         shape = [size for size in self.parameter.shape if size > 1]
@@ -70,7 +65,7 @@ class Coordinate:
             return values
         if self.kind == "log":
             return values.log()
-        low, high = self._limits(values)
+        low, high = self.limits(values)
         return (values - low).log() - (high - values).log()
 
     def slopes(self) -> Tensor:
@@ -83,7 +78,7 @@ class Coordinate:
             return coordinates
         if self.kind == "log":
             return coordinates.exp()
-        low, high = self._limits(coordinates)
+        low, high = self.limits(coordinates)
         return low + (high - low) * coordinates.sigmoid()
 
     def bounds(self) -> Range:
@@ -95,21 +90,22 @@ class Coordinate:
         margin = lambda bound: torch.where(bound.isfinite(), MARGIN * scale(bound).minimum(high - low), 0.0)
         return low + margin(low), high - margin(high)
 
+    def limits(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The constraint's bounds, in the shape of `like`."""
+        assert self.constraint is not None
+        bounds = (self.constraint.lower_bound, self.constraint.upper_bound)
+        return tuple(bound.to(like).expand_as(like) for bound in bounds)
+
     def _domain(self) -> Range:
         low, high = (end.double() for end in self.support)
         if self.constraint is not None:
-            least, most = self._limits(low)
+            least, most = self.limits(low)
             low, high = low.maximum(least), high.minimum(most)
         if not (low < high).all():
             raise ValueError(
                 f"The prior and the constraint of {self.name} have no value in common: change one of them."
             )
         return low, high
-
-    def _limits(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.constraint is not None
-        bounds = (self.constraint.lower_bound, self.constraint.upper_bound)
-        return tuple(bound.to(like).expand_as(like) for bound in bounds)
 
 
 def _shown_name(name: str) -> str:

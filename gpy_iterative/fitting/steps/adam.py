@@ -55,7 +55,7 @@ class AdamSteps:
             raise TypeError(f"batches must be a list or a DataLoader, got {batches!r}.")
         if batches is not None and iter(batches) is batches:
             raise ValueError("batches= is an iterator, which can be read only once: pass a list or a DataLoader.")
-        self._stretched = [part for part in Coordinates(mll).parts if part.is_unlimited]
+        self._positive = [part for part in Coordinates(mll).parts if part.kind == "log"]
         mll.train()
         self._params = tuple(params)
         self._taken = 0  # of this pass
@@ -125,13 +125,16 @@ class AdamSteps:
 
     def _move(self) -> None:
         """A step of the optimiser. Adam moves positive parameters above 1 relative to their values."""
-        begun = [(part, part.parameter.detach().clone(), _stretch(part)) for part in self._stretched]
-        self._optimizer.step()
         if isinstance(self.mll, HasOptimizer):
+            self._optimizer.step()
             return
+        begun = [(part.parameter, part.parameter.detach().clone(), _stretch(part)) for part in self._positive]
         with torch.no_grad():
-            for part, raw, stretch in begun:
-                part.parameter.copy_(raw.lerp(part.parameter, stretch))
+            for parameter, *_ in begun:
+                parameter.zero_()  # beside a large value float32 would round the move away
+            self._optimizer.step()
+            for parameter, raw, stretch in begun:
+                parameter.copy_(raw + stretch * parameter)
 
     def _num_data(self) -> int:
         """Rows of the first batch: an mll with partial data knows the total."""
@@ -185,12 +188,16 @@ class AdamSteps:
 
 
 def _stretch(part: Coordinate) -> Tensor:
-    """Factors for moves of a raw parameter, so that they are relative to values above 1.
+    """Factors for moves of a raw parameter: relative to values above 1, but short of the constraint's bounds.
 
-    Adam moves it by the rate, and the softplus of a large one by as much: nothing beside a lengthscale of 300.
+    Adam moves it by the rate, and the softplus of a large one by as much: nothing beside a lengthscale of 300. A move as
+    long as the distance from a bound would cross it, since the transform is not straight there.
     """
-    values = part.values(part.parameter.detach().double())
-    return (1 / part.slopes()).minimum(values).clamp_min(1.0).to(part.parameter)
+    raw = part.parameter.detach().double()
+    values, (low, high) = part.values(raw), part.limits(raw)
+    rates = 1 / part.slopes()
+    distances = (values - low).minimum(high - values) / values
+    return rates.minimum(values).minimum(rates * distances).clamp_min(1.0).to(part.parameter)
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
