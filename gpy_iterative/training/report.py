@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -91,11 +92,12 @@ class MarginalLogLikelihoodReport(Report):
 
     def __str__(self) -> str:
         value, sem = self.value.mean().item(), self.value_sem.mean().item()
+        error = "error unknown" if math.isnan(sem) else f"± {sem:.1g}"
         probes = "" if self.residual_probes is None else f", probes {self.residual_probes:.2g}"
         jitter = "" if self.probe_jitter is None else f"; probes' covariance took a jitter of {self.probe_jitter:.1g}"
         far = "" if self.far_field_error is None else f"; far field to {self.far_field_error:.1g}"
         return (
-            f"mll {value:.4f} ± {sem:.1g}; {self.status.name.lower()} after {self.epochs:.1f} epochs; "
+            f"mll {value:.4f} {error}; {self.status.name.lower()} after {self.epochs:.1f} epochs; "
             f"residuals: targets {self.residual_targets:.2g}{probes}{jitter}{far}; {self.seconds:.2f} s"
         )
 

@@ -1,6 +1,7 @@
 """Reports as a line, a table, and what a notebook shows."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,11 @@ def test_table() -> None:
         "value sem         0.5, 0.25",
         "seconds           0.031",
     ]
+
+
+def test_line() -> None:
+    assert str(REPORT) == "mll -1.2500 ± 0.4; budget_exhausted after 11.5 epochs; residuals: targets 0.012; 0.03 s"
+    assert "mll -1.2500 error unknown;" in str(replace(REPORT, value_sem=torch.tensor(torch.nan)))
 
 
 def test_notebook() -> None:
