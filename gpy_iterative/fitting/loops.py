@@ -129,7 +129,7 @@ class CurvatureLoop(Loop):
         if has_converged(found.left, found.noise) and not found.curvature.is_rough:
             is_settled = found.noise <= limit or self._has_raised
             if is_settled or not self._optimiser.raise_probes():
-                return _ended(found, limit)
+                return self._ended(found, limit)
             self._has_raised, self._last, self._best = True, None, None
             return None
         if is_drowned([row.left_to_gain or 0.0 for row in self.history], self._seen, limit, found.noise):
@@ -137,16 +137,29 @@ class CurvatureLoop(Loop):
                 self._optimiser.go_to(self._best[-1])
                 self._last = None
                 self._assess()
-            return _ended(self._settle(), limit)
+            return self._ended(self._settle(), limit)
         if self._steps >= self.max_steps:
             self._settle()
             return FitStatus.BUDGET
         self._last, self._assessed = self._optimiser.step(), None
         if self._last is None:
             self._settle()
-            return FitStatus.STAGNATED
+            return self._stagnated()
         self._steps += 1
         return None
+
+    def _ended(self, found: Assessment, limit: float) -> FitStatus:
+        """The status where no further gain is visible; far from the optimum something other than noise is wrong."""
+        if found.left - CLEAR * found.noise > NEAR * limit:
+            return self._stagnated()
+        if found.held.any():
+            return FitStatus.BOUND
+        is_optimum = has_converged(found.left, found.noise) and found.noise <= limit
+        return FitStatus.CONVERGED if is_optimum else FitStatus.NOISE
+
+    def _stagnated(self) -> FitStatus:
+        self._assessed = None  # the curvature away from an optimum gives no standard errors
+        return FitStatus.STAGNATED
 
     def _assess(self) -> Assessment:
         start = time.perf_counter()
@@ -237,16 +250,6 @@ def _is_visible(last: Step, found: Assessment) -> bool:
 def _noise_limit(found: Assessment) -> float:
     """Nats of noise of a converged fit."""
     return NOISE * max(int((~found.held).sum()), 1)
-
-
-def _ended(found: Assessment, limit: float) -> FitStatus:
-    """The status where no further gain is visible; far from the optimum something other than noise is wrong."""
-    if found.left - CLEAR * found.noise > NEAR * limit:
-        return FitStatus.STAGNATED
-    if found.held.any():
-        return FitStatus.BOUND
-    is_optimum = has_converged(found.left, found.noise) and found.noise <= limit
-    return FitStatus.CONVERGED if is_optimum else FitStatus.NOISE
 
 
 class AdamLoop(Loop):

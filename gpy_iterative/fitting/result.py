@@ -116,7 +116,7 @@ class FitResult:
 
     @property
     def has_standard_errors(self) -> bool:
-        """False for Adam, or when Ctrl-C ended the fit before its curvature was known."""
+        """False for Adam, for STAGNATED, or when Ctrl-C ended the fit before its curvature was known."""
         return any(each.standard_error is not None for each in self.hyperparameters)
 
     def plot(self) -> Any:

@@ -196,6 +196,8 @@ def test_stagnated() -> None:
     result = quiet(mll)
     assert result.status is FitStatus.STAGNATED
     assert result.steps == 1
+    assert not result.has_standard_errors
+    assert "not determined" not in str(result)
 
 
 def test_a_fit_that_blind_steps_do_not_help_ends_at_its_best_point(monkeypatch: pytest.MonkeyPatch) -> None:
