@@ -72,9 +72,9 @@ class Loop(ABC):
         with reporting(progress, "fit", "steps", self.max_steps) as tell:
             status, is_interrupted = None, False
             while status is None:
-                known = len(self.history)
-                self.mll.train()  # a callback may have predicted
                 try:
+                    known = len(self.history)
+                    self.mll.train()  # a callback may have predicted
                     status = self.advance()
                     if not known:
                         first = self.history[0]
