@@ -72,7 +72,7 @@ ChosenSplit = Annotated[int, typer.Option(min=0, max=9, help="Of the ten standar
 
 
 def names_of(known: Iterable[str], help: str) -> Any:
-    """The option `--only` of a command, given once for each name.
+    """An option of a command that takes names, such as `--only`, given once for each.
 
     A name that is not known ends the command before anything runs, and the error lists those that are.
     """

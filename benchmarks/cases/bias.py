@@ -16,12 +16,7 @@ from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
 import gpy_iterative as gpi
-from benchmarks.command_line import (
-    ChosenData,
-    app,
-    console,
-    finish,
-)
+from benchmarks.command_line import ChosenData, app, console, finish
 from benchmarks.datasets import rows_of
 from benchmarks.models import SquaredExponentialRegression
 from benchmarks.plots import plt, save_figure

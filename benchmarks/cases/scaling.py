@@ -18,15 +18,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks.cases.product import problem
-from benchmarks.command_line import (
-    DEFAULT_THREADS,
-    ChosenData,
-    FirstRows,
-    app,
-    finish,
-    run_contenders,
-    show,
-)
+from benchmarks.command_line import DEFAULT_THREADS, ChosenData, FirstRows, app, finish, run_contenders, show
 from benchmarks.datasets import load
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender

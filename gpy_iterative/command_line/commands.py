@@ -115,7 +115,7 @@ def fit_table(
     kept, held_out = split(len(data.targets), seed)
     print(*data_lines(data, len(kept)), sep="\n")
 
-    dtype = torch.float64 if double else suited_dtype(*data.inputs[kept].shape)
+    dtype = torch.float64 if double else suited_dtype(len(kept), data.inputs.shape[-1])
     model = TableModel.of(data.columns, target, data.inputs[kept], data.targets[kept], dtype)
     mll = HutchinsonMarginalLogLikelihood(model.regression.likelihood, model.regression, generator=0)
     result = fitted(mll, max_steps, checkpoint)

@@ -143,23 +143,19 @@ class CurvatureLoop(Loop):
             return FitStatus.BUDGET
         self._last, self._assessed = self._optimiser.step(), None
         if self._last is None:
-            self._settle()
-            return self._stagnated()
+            return FitStatus.STAGNATED
         self._steps += 1
         return None
 
     def _ended(self, found: Assessment, limit: float) -> FitStatus:
         """The status where no further gain is visible; far from the optimum something other than noise is wrong."""
         if found.left - CLEAR * found.noise > NEAR * limit:
-            return self._stagnated()
+            self._assessed = None  # the curvature away from an optimum gives no standard errors
+            return FitStatus.STAGNATED
         if found.held.any():
             return FitStatus.BOUND
         is_optimum = has_converged(found.left, found.noise) and found.noise <= limit
         return FitStatus.CONVERGED if is_optimum else FitStatus.NOISE
-
-    def _stagnated(self) -> FitStatus:
-        self._assessed = None  # the curvature away from an optimum gives no standard errors
-        return FitStatus.STAGNATED
 
     def _assess(self) -> Assessment:
         start = time.perf_counter()

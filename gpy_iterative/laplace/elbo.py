@@ -31,7 +31,7 @@ from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.basis import inverse_root
-from gpy_iterative.linear_operators.latent import LatentPrior, point_blocks
+from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.linear_solvers.solution import SolveStatus
 
@@ -123,7 +123,7 @@ def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: L
     """The bound over all Gaussians, from dense matrices: O((n C)^3) per step."""
     kernel = prior.operator.to_dense().detach().double()
     features, _ = jittered_cholesky(kernel, "The kernel matrix")
-    blocks = point_blocks(prior.operator, prior.num_latents).detach().double()
+    blocks = prior.point_blocks().detach().double()
     problem = BoundProblem(likelihood, prior.mean.double(), features, torch.zeros_like(blocks), _variances(blocks))
     posterior, status = _maximised(problem, solution)
     # P = W - W Sigma W, with W = E[W].
@@ -143,7 +143,7 @@ def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
     actions, images = solution.actions, solution.images
     whitening = inverse_root(actions.mT @ images, torch.finfo(prior.operator.dtype).eps)
     features = images @ whitening
-    blocks = point_blocks(prior.operator, prior.num_latents).detach().double()
+    blocks = prior.point_blocks().detach().double()
     known = features.view(*prior.mean.shape, features.shape[-1])
     rest = blocks - known @ known.mT
     if prior.num_latents == 1:

@@ -33,7 +33,7 @@ from gpy_iterative.exact.probes import Probes, random_signs
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem, dense_factor
-from gpy_iterative.linear_operators.latent import LatentPrior, point_blocks
+from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.logdet.lanczos import stochastic_logdet
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.surrogate import surrogate
@@ -78,8 +78,7 @@ class ObjectiveEstimate:
             -prior.mean.flatten(),
         )
         if torch.is_grad_enabled() and self.diagonal is not None:
-            blocks = point_blocks(prior.operator, prior.num_latents).double()
-            value = value + _gradient_alone((self.diagonal * blocks).sum()).to(dtype)
+            value = value + _gradient_alone((self.diagonal * prior.point_blocks().double()).sum()).to(dtype)
         if torch.is_grad_enabled() and likelihood.has_parameters:
             value = value + _gradient_alone(self.likelihood_terms()).to(dtype)
         return value

@@ -136,7 +136,7 @@ def operator_of_kernel(
 
 
 def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
-    place.products.check(x1.dtype if x1.is_floating_point() else kernel.dtype)
+    place.products.check(value_dtype(kernel, x1))
     if type(kernel) is kernels.ScaleKernel:
         # ScaleKernel calls its base's forward: active dims are already selected.
         return _times(_of_kernel(kernel.base_kernel, x1, x2, place.at("base_kernel")), kernel.outputscale)
@@ -146,7 +146,7 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
     if function is not None:
         _check_lengthscales(kernel, x1)
         # Integers are centred in float64: float32 would first round time stamps in seconds to minutes.
-        dtype = x1.dtype if x1.is_floating_point() else kernel.dtype
+        dtype = value_dtype(kernel, x1)
         x1, x2 = (x if x is None or x.is_floating_point() else x.double() for x in (x1, x2))
         # Learned inputs (a feature extractor's) need derivatives by point; a far field has only sums.
         products = replace(place.products, far_field=None) if x1.requires_grad else place.products
@@ -192,6 +192,11 @@ def _check_within_grid(kernel: kernels.GridInterpolationKernel, inputs: Tensor) 
                 f"GridInterpolationKernel, {low:.4g} to {high:.4g}. Give it grid_bounds= that hold all inputs, those of "
                 "predictions too: without them, the grid is that of the training inputs and a few spacings around them."
             )
+
+
+def value_dtype(kernel: kernels.Kernel, x: Tensor) -> torch.dtype:
+    """The dtype of the kernel at inputs x, which may be integers."""
+    return x.dtype if x.is_floating_point() else kernel.dtype
 
 
 def active_inputs(kernel: kernels.Kernel, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from gpytorch.kernels import AdditiveKernel, CylindricalKernel, Kernel
 from gpytorch.kernels.keops.keops_kernel import KeOpsKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator, to_dense, to_linear_operator
-from linear_operator.operators import RootLinearOperator, SumLinearOperator
+from linear_operator.operators import SumLinearOperator
 from torch import Tensor
 from torch.func import functional_call
 
@@ -64,10 +64,7 @@ class _EagerSum(AdditiveKernel):
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> LinearOperator | Tensor:
         if diag:
             return super().forward(x1, x2, diag=diag, **params)
-        first, *others = (to_linear_operator(kernel(x1, x2, **params)) for kernel in self.kernels)
-        for term in others:
-            first = SumLinearOperator(first, term) if isinstance(term, RootLinearOperator) else first + term
-        return first
+        return SumLinearOperator(*(to_linear_operator(kernel(x1, x2, **params)) for kernel in self.kernels))
 
 
 @cache

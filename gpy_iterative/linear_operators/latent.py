@@ -112,6 +112,9 @@ class LatentPrior:
             )
         return product
 
+    def point_blocks(self) -> Tensor:
+        return point_blocks(self.operator, self.num_latents)
+
 
 def point_blocks(operator: LinearOperator, num_latents: int) -> Tensor:
     """Diagonal blocks [n, C, C] of a covariance [n C, n C], differentiable."""

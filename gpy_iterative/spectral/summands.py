@@ -13,7 +13,7 @@ from linear_operator.operators import RootLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import SpectralDensityMissingError
-from gpy_iterative.linear_operators.from_gpytorch import active_inputs
+from gpy_iterative.linear_operators.from_gpytorch import active_inputs, value_dtype
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.spectral.densities import Draws, SpectralDensity, spectral_density
 
@@ -135,9 +135,7 @@ class Summand:
         for factor, omega in zip(self.factors, frequencies, strict=True):
             # Frequencies add: E cos(a + b) = E cos(a) E cos(b) for independent symmetric a, b.
             phase = phase + factor.inputs[..., rows, :].double() @ omega
-        kernel, inputs = self.factors[0].kernel, self.factors[0].inputs
-        # Inputs may be integers.
-        phase = torch.remainder(phase, 2 * torch.pi).to(inputs.dtype if inputs.is_floating_point() else kernel.dtype)
+        phase = torch.remainder(phase, 2 * torch.pi).to(value_dtype(self.factors[0].kernel, self.factors[0].inputs))
         return torch.cat([phase.sin(), phase.cos()], dim=-1) / frequencies[0].shape[-1] ** 0.5
 
 

@@ -87,7 +87,8 @@ def test_it_ends_at_the_optimum(problem: str) -> None:
     assert result.steps <= 25
     assert mll.report is not None
     assert mll.report.value.item() == result.history[-1].value  # of the end, not of a difference
-    assert gained_by_lbfgs(mll) < 0.1
+    # Predicted: .035 for classes, which L-BFGS exceeds.
+    assert gained_by_lbfgs(mll) < (0.06 if problem == "classes" else 0.05)
 
 
 def test_standard_errors_are_those_of_the_curvature() -> None:

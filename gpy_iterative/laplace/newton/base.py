@@ -19,7 +19,7 @@ from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import STEP_FLOOR, CurvatureFloor, PointwiseLikelihood
-from gpy_iterative.linear_operators.latent import LatentPrior, point_blocks
+from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress, SolveStats, SolveStatus
 
 #: Share of the rise promised by the slope that a step must reach; shortest step.
@@ -70,7 +70,7 @@ class LaplaceSolution(Solution):
 
     def covariance_blocks(self, prior: LatentPrior) -> Tensor:
         """The covariance at each point [n, C, C]."""
-        blocks = point_blocks(prior.operator, prior.num_latents).double().clone()
+        blocks = prior.point_blocks().double().clone()
         images = self.images.view(*self.latent.shape, self.images.shape[-1])
         for start in range(0, prior.num_points, CHUNK_POINTS):
             known = images[start : start + CHUNK_POINTS] @ self.transform
