@@ -12,8 +12,9 @@ NOISE = 0.1
 #: Steps without visible gain after which the nats left should have halved, if NEAR the end; nats CLEAR of their noise; a
 #: fall to this part of the least nats left.
 DROWNED, NEAR, CLEAR, FALL = 2, 5.0, 3.0, 0.9
-#: Steps without a gain of one standard error, or of `LEFT`, that end Adam; steps that smooth its value.
-PATIENCE, SMOOTHED = 20, 10
+#: Steps without a gain of one standard error, or of `LEFT`, that end Adam; steps that smooth its value; such gains by which
+#: its smoothed values may differ.
+PATIENCE, SMOOTHED, STEADY = 20, 10, 2.0
 
 
 class FitStatus(Enum):
@@ -67,7 +68,9 @@ def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float, noise
 
 
 def has_stalled(values: Sequence[float], least: float) -> bool:
-    """Whether the smoothed value recently gained neither its standard error nor `least`.
+    """Whether the smoothed value recently gained neither its standard error nor `least`, and was steady.
+
+    Adam's momentum carries it past an optimum: the value falls, and rises again.
 
     Args:
         values: by step; noisy or not.
@@ -79,4 +82,6 @@ def has_stalled(values: Sequence[float], least: float) -> bool:
     mean = lambda part: sum(part) / len(part)
     # Differences of neighbours: a trend adds little, noise its variance twice.
     variance = mean([(b - a) ** 2 for a, b in pairwise(recent)]) / 2
-    return mean(recent[-SMOOTHED:]) - mean(recent[:SMOOTHED]) < max(math.sqrt(2 * variance / SMOOTHED), least)
+    limit = max(math.sqrt(2 * variance / SMOOTHED), least)
+    smoothed = [mean(recent[start : start + SMOOTHED]) for start in range(0, len(recent), SMOOTHED)]
+    return smoothed[-1] - smoothed[0] < limit and max(smoothed) - min(smoothed) < STEADY * limit

@@ -44,6 +44,13 @@ def test_values_without_noise_stop_where_twenty_steps_gain_little() -> None:
     assert has_stalled(values, 21e-6)
 
 
+def test_a_value_that_falls_and_rises_again_has_not_stalled() -> None:
+    # The value of Adam from noise of .001 to one of .04: past the optimum of the noise, and back.
+    values = [-110 - 170 * math.exp(-step / 4) - 40 * math.exp(-(((step - 28) / 9) ** 2)) for step in range(45)]
+    assert not any(has_stalled(values[:steps], 1e-3) for steps in range(1, 46))
+    assert has_stalled([*values, *[values[-1]] * 30], 1e-3)
+
+
 @pytest.mark.parametrize("status", FitStatus)
 def test_every_status_has_advice(status: FitStatus) -> None:
     assert status.advice.endswith(".")
