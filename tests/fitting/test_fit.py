@@ -582,6 +582,22 @@ def test_options_of_another_type(options: dict, error: type[Exception], message:
         quiet(features(), **options)
 
 
+def test_row_numbers_for_a_method_that_takes_all_rows() -> None:
+    mll = regression(20)
+    with pytest.raises(
+        ValueError, match="HutchinsonMarginalLogLikelihood takes all 20 rows in every step: pass batches=N"
+    ):
+        quiet(mll, batches=[torch.arange(5)])
+
+
+def test_a_pair_of_other_rows() -> None:
+    mll = regression(20)
+    x, y = mll.model.train_inputs[0], mll.model.train_targets
+    with pytest.raises(ValueError, match=r"own 20 rows, .* pair \(x, y\) of 20 others: pass batches=None"):
+        quiet(mll, batches=[(x + 1, y)])
+    quiet(mll, batches=[(x, y)], max_steps=1)
+
+
 def test_a_checkpoint_that_is_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder: give the name of a file"):
         quiet(regression(20), checkpoint=tmp_path)

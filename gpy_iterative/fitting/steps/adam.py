@@ -1,6 +1,7 @@
 """Adam with a decaying rate, for models without average information."""
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -153,15 +154,21 @@ class AdamSteps:
         batch = None if self._batches is None else self._next_batch()
         if batch is None or (isinstance(batch, Tensor) and not batch.is_floating_point()):
             rows = {} if batch is None else {"indices": batch}
+            if rows and "indices" not in inspect.signature(type(mll).forward).parameters:
+                raise ValueError(
+                    f"batches= has row numbers, and {type(mll).__name__} takes all {len(model.train_targets)} rows in "
+                    "every step: pass batches=None, or take a mini-batch method (VariationalFeatureMarginalLogLikelihood)."
+                )
             return mll(
                 model(*model.train_inputs), model.train_targets, *likelihood_arguments(mll, self._params), **rows
             )
         x, y = _pair(batch)
         own = getattr(model, "train_inputs", None)
-        if own and len(x) != len(own[0]):
+        if own and not torch.equal(x if x.dim() > 1 else x.unsqueeze(-1), own[0]):
+            others = " others" if len(x) == len(own[0]) else ""
             raise ValueError(
                 f"{type(mll).__name__} trains on the model's own {len(own[0])} rows, and batches= has a pair (x, y) of "
-                f"{len(x)}: pass batches=None, or row numbers for a mini-batch method."
+                f"{len(x)}{others}: pass batches=None, or row numbers for a mini-batch method."
             )
         return mll(model(x), y)
 
