@@ -105,6 +105,18 @@ def test_other_data_without_num_data() -> None:
     again(its_model(x), y)
 
 
+@pytest.mark.parametrize("make_basis", [NystromBasis, InducingPointBasis])
+def test_inputs_with_other_columns_than_the_points(make_basis: type[NystromBasis | InducingPointBasis]) -> None:
+    kernel = gpytorch.kernels.RBFKernel(ard_num_dims=3).double().requires_grad_(False)
+    x = torch.rand(30, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = QuadruplyStochasticGP(make_basis(kernel, x[:10]))
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2), model, num_data=30, generator=0)
+    with pytest.raises(ValueError, match="points of the basis have 3 columns, the inputs 2"):
+        mll(model(x[:, :2]), x[:, 0])
+    with pytest.raises(ValueError, match="points of the basis have 3 columns, the inputs 2"):
+        model.eval()(x[:, :2])
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_data_that_are_not_finite(bad: float) -> None:
     mll, model, x, y = make()

@@ -48,6 +48,7 @@ class KernelFunctionBasis(FeatureBasis):
         self.num_groups = points.shape[0]
 
     def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
+        check_columns(x, self.points)
         return kernel_matrix(self.kernel, x, self.points[groups])
 
 
@@ -104,6 +105,13 @@ def gram_matrix(kernel: kernels.Kernel, points: Tensor) -> Tensor:
     in_float64 = lambda tensor: tensor.double() if tensor.is_floating_point() else tensor
     kernel = ModuleCopies(own=("_parameters", "_buffers"), tensor=in_float64).of(kernel)
     return kernel_matrix(kernel, points.double(), points.double()).double()
+
+
+def check_columns(x: Tensor, points: Tensor) -> None:
+    if x.shape[-1] != points.shape[-1]:
+        raise ValueError(
+            f"The points of the basis have {points.shape[-1]} columns, the inputs {x.shape[-1]}: pass the same columns."
+        )
 
 
 def check_points(kernel: kernels.Kernel, points: Tensor) -> None:

@@ -9,7 +9,7 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal, kernel_matrix
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
-from gpy_iterative.quadruply.bases.inducing_point_basis import KeptAt, check_points, gram_matrix
+from gpy_iterative.quadruply.bases.inducing_point_basis import KeptAt, check_columns, check_points, gram_matrix
 from gpy_iterative.quadruply.bases.random_fourier_basis import FourierGroups
 
 #: Relative to the largest; smaller eigenvalues are left to the tail.
@@ -71,6 +71,7 @@ class NystromBasis(FeatureBasis):
         self.rotation = self._rotation_at.get(self.kernel, [self.points], self._new_rotation)
 
     def head_features(self, x: Tensor) -> Tensor:
+        check_columns(x, self.points)
         head = kernel_matrix(self.kernel, x, self.points) @ self._projection().to(x.dtype)
         return functional.pad(head, (0, self.num_head_features - head.shape[-1]))
 
