@@ -9,6 +9,9 @@ from gpy_iterative.linear_operators.far_field.tree import SEPARATION, LevelPairs
 
 #: Gap added between boxes, in diameters: some nearly touch.
 SMALLEST_GAP = 0.1
+#: Most dimensions that count for the weights: far fields pay in few. A power of all columns, most of them with long
+#: lengthscales, would leave only the nearest boxes, or overflow.
+MOST_DIMENSIONS = 3
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,9 @@ def _drawn(nodes: Nodes, level: LevelPairs, count: int, generator: torch.Generat
     device = nodes.rows.device
     node, partner = torch.cat([level.far, level.far.flip(0)], dim=1)
     diameters = nodes.diameters()
-    weights = (level.gaps.repeat(2) + SMALLEST_GAP * diameters[node]) ** -float(nodes.low.shape[1])
+    weights = _weights(nodes, level.gaps.repeat(2), diameters[node])
     order = node.argsort(stable=True)
-    partner, weights = partner[order], weights[order].double()
+    partner, weights = partner[order], weights[order]
     sizes = torch.bincount(node, minlength=len(nodes))
     ends = sizes.cumsum(0)
     totals = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
@@ -77,7 +80,7 @@ def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.G
     diameters = nodes.diameters()
     own = diameters[chosen].unsqueeze(-1)
     is_far = (gaps >= SEPARATION * torch.maximum(own, diameters)) & (gaps > 0)
-    weights = ((gaps + SMALLEST_GAP * own).double() ** -nodes.low.shape[1]).masked_fill_(~is_far, 0.0)
+    weights = _weights(nodes, gaps, own).masked_fill_(~is_far, 0.0)
     have = is_far.any(1)
     if not have.any():
         return Proxies(nodes.rows[:0, :1], have)
@@ -87,3 +90,8 @@ def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.G
         * nodes.counts[partner]
     )
     return Proxies(nodes.rows[partner, slot.long()], have)
+
+
+def _weights(nodes: Nodes, gaps: Tensor, diameters: Tensor) -> Tensor:
+    """Weights of boxes at these gaps from boxes of these diameters: all distances count alike."""
+    return (gaps + SMALLEST_GAP * diameters).double() ** -min(nodes.low.shape[1], MOST_DIMENSIONS)

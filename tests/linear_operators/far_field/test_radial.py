@@ -152,6 +152,17 @@ def test_a_coordinate_of_long_lengthscale_does_not_count() -> None:
     assert relative(operator @ v, dense(operator) @ v) < 2e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_columns_of_long_lengthscale_do_not_count(dtype: torch.dtype) -> None:
+    """Their number was the power by which near proxies are preferred: skeletons missed the far points."""
+    x = torch.cat([uniform(N, 1), 0.003 * uniform(N, 29, lengthscale=1.0)], dim=1)
+    operator, v = radial(x.to(dtype)), vectors(N, 3)
+    error = far_field_error(operator)
+    assert error is not None
+    assert error <= 1e-5
+    assert relative((operator @ v.to(dtype)).double(), dense(radial(x)) @ v) < 2e-5
+
+
 def test_equal_rows() -> None:
     x = uniform(N, 2)
     x[500:900] = x[0]
