@@ -99,9 +99,10 @@ class RadialEntries:
         points, (first, last) = self.inputs(rows), (self.inputs(part) for part in proxies)
         u, scratch = self._squared_distances(points, last)
         squares, num = u.clone(), len(self._apart) + (self._together is not None)
+        # In pairs: own and inherited proxies alternate (`level_proxies`), and each coordinate needs both.
+        turn = torch.arange(u.shape[-1], device=u.device) // 2 % num
         for index, (own, given) in enumerate(zip(points.apart.unbind(1), last.apart.unbind(1), strict=True)):
-            squares[..., index::num] = own.unsqueeze(-1) - given[:, index::num].unsqueeze(-2)
-            squares[..., index::num].square_()
+            squares[..., turn == index] = (own.unsqueeze(-1) - given[:, turn == index].unsqueeze(-2)).square_()
         derivatives = self.function.value_and_derivative_(u, scratch, self.alpha)[1].mul_(squares)
         factor = 2 * self.function.derivative_factor / self._original.scale(self.alpha)
         return torch.cat([self.blocks(points, first), derivatives.mul_(factor)], dim=2)

@@ -212,6 +212,18 @@ def test_derivatives(function: RadialFunction, cache_memory: int | None) -> None
         assert relative(found, true) < 1e-3
 
 
+def test_the_derivative_beside_a_long_lengthscale() -> None:
+    """Of two coordinates, the first had derivatives only at inherited proxies, too far away."""
+    inputs, v = uniform(N, 2, lengthscale=4.0), vectors(N, 4)
+
+    def gradient(far_field: float | None) -> Tensor:
+        lengthscale = torch.tensor([0.1, 100.0], dtype=torch.float64, requires_grad=True)
+        operator = radial(inputs / lengthscale, MATERN32, far_field)
+        return torch.autograd.grad((v * (operator @ v)).sum(), lengthscale)[0]
+
+    assert relative(gradient(1e-6), gradient(None)) < 1e-5
+
+
 def test_directional_derivatives() -> None:
     v = vectors(N, 1)[:, 0]
     field, tiles = (radial(uniform(N, 2), RATIONAL_QUADRATIC, far_field) for far_field in (1e-5, None))
