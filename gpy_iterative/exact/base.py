@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 
 #: Probes of the log-determinant's quadrature; only the value uses them.
 NUM_LOGDET_PROBES = 4
+#: Nats that rounding in float32 may move the value, see `TrainingSystem.is_rounded`.
+ROUNDING_IN_TRAINING = 0.5
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         system = linear_system(
             self.likelihood, function_dist, target, params, kwargs, products=self.products, caches=self._caches
         )
-        if self._has_dense_factor(system.operator.shape[-1]):  # otherwise rounded entries are its only error
+        if self._needs_float64(system):
             system = system.in_float64()
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():  # later steps cannot use inference tensors of the run
@@ -198,7 +200,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         posterior.install()
         return posterior
 
-    def _has_dense_factor(self, size: int) -> bool:
+    def _needs_float64(self, system: TrainingSystem) -> bool:
         return False
 
     def _description(self) -> StateDescription:
@@ -267,6 +269,11 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
     def _has_dense_factor(self, size: int) -> bool:
         return size <= EXACT_BELOW if self.solver is None else isinstance(self.solver, Cholesky)
+
+    def _needs_float64(self, system: TrainingSystem) -> bool:
+        # Rounded entries are the only error of a dense factor. A run that has been in float64 stays there.
+        has_been = self._run.is_in_float64(system.operator)
+        return self._has_dense_factor(system.operator.shape[-1]) or has_been or system.is_rounded(ROUNDING_IN_TRAINING)
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
         operator, residual = system.operator, system.residual

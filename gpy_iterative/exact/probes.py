@@ -248,7 +248,7 @@ class RandomFeatures(ProbeDistribution):
         if not self.corrected:
             vectors = self.prior_sample(terms, draws) + noise.sqrt().unsqueeze(-1) * draws["noise_base"]
             return Probes(vectors, None)
-        features = RandomFourierFeatures(self.num_frequencies).features(terms, draws_under("features", draws))
+        features = RandomFourierFeatures(self.num_frequencies).features(terms, draws_under("features", draws)).to(noise)
         shape = torch.broadcast_shapes(noise.shape, features.shape[:-1])  # a batch of targets may meet one prior
         covariance = LowRankPlusDiagonal(features.expand(*shape, features.shape[-1]), noise.expand(shape))
         return Probes.of(covariance, draws["weights"], draws["noise_base"])

@@ -43,6 +43,9 @@ _STRUCTURED = (
     kernels.InducingPointKernel,
 )
 
+#: Inputs whose mean is the origin of a radial kernel.
+CENTRE_ROWS = 256
+
 
 def kernel_operator(
     covariance: LinearOperator | Tensor, products: KernelProducts, caches: TileCaches | None = None
@@ -150,9 +153,9 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
         x1, x2 = (x if x is None or x.is_floating_point() else x.double() for x in (x1, x2))
         # Learned inputs (a feature extractor's) need derivatives by point; a far field has only sums.
         products = replace(place.products, far_field=None) if x1.requires_grad else place.products
-        # Centred, since float32 loses digits far from the origin. By the columns' centre: predictions then round the
-        # training data as training did, which matters for inputs over thousands of lengthscales.
-        centre = (x1 if x2 is None else x2).detach().mean(dim=-2, keepdim=True)
+        # Centred, since float32 loses digits far from the origin. By the centre of the first columns: predictions and
+        # systems with new data then round the training data as training did.
+        centre = (x1 if x2 is None else x2).detach()[..., :CENTRE_ROWS, :].mean(dim=-2, keepdim=True)
         x1, x2 = (None if x is None else (x - centre).to(dtype) / kernel.lengthscale for x in (x1, x2))
         alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
         options = {"function": function, "products": products, "cache": place.caches.take(place.path)}

@@ -167,6 +167,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
         """The matrix in float64, evaluated so if that works on one pair of inputs."""
+        self._error()  # a kernel draws on its first call what the copy must share (RFFKernel)
         copy = _with_dtype(super().in_float64(keeps_tiles=keeps_tiles), torch.float64)
         if copy._error() is None:
             return copy

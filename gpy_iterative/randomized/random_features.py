@@ -150,7 +150,7 @@ def _factor(matrix: Tensor) -> Tensor:
 class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     resample: bool
 
-    def _has_dense_factor(self, size: int) -> bool:
+    def _needs_float64(self, system: TrainingSystem) -> bool:
         """In float32 rounded entries would make the exact density, over its probability, another than that of features."""
         return True
 

@@ -123,8 +123,11 @@ class RandomFourierFeatures:
         return torch.cat(columns), torch.cat(scales)
 
     def apply(self, terms: Sequence[KernelTerm], draws: Draws, weights: Tensor) -> Tensor:
-        """Phi @ weights [*b, n, s] for weights [*b, features, s], in blocks of rows, differentiable in the inputs."""
-        return torch.cat([block @ weights for _, block in self._blocks(terms, draws)], dim=-2)
+        """Phi @ weights [*b, n, s] for weights [*b, features, s], in blocks of rows, differentiable in the inputs.
+
+        In the weights' dtype.
+        """
+        return torch.cat([block.to(weights.dtype) @ weights for _, block in self._blocks(terms, draws)], dim=-2)
 
     def num_features(self, terms: Sequence[KernelTerm]) -> int:
         """Columns of Phi."""

@@ -67,12 +67,20 @@ class Run:
         return replace(self, parts={name: part for name, part in merged.items() if part is not None})
 
     def for_system(self, operator: LinearOperator) -> "Run":
-        """Without parts of another shape, dtype or device of H."""
+        """Without parts of another shape or device of H; parts in float32 become float64 with H, but not the reverse."""
         like = torch.empty(0, *operator.shape, dtype=operator.dtype, device=operator.device)
         known = self.parts.get("system", {}).get("like")
-        if known is not None and (known.shape, known.dtype, known.device) == (like.shape, like.dtype, like.device):
-            return self
+        if known is not None and (known.shape, known.device) == (like.shape, like.device):
+            if known.dtype == like.dtype:
+                return self
+            if like.dtype == torch.float64:
+                return self.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         return replace(self, parts={"system": {"like": like}})
+
+    def is_in_float64(self, operator: LinearOperator) -> bool:
+        """Whether the run belongs to this H in float64."""
+        known = self.parts.get("system", {}).get("like")
+        return known is not None and known.shape[1:] == operator.shape and known.dtype == torch.float64
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Run":
         """Moves or converts every tensor."""

@@ -17,9 +17,13 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import in_float64
 from gpy_iterative.linear_operators.from_gpytorch import flat_targets, noisy_operator, observed_data
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
+
+#: Rows up to which a float32 model is computed in float64 where it needs that: far fields then become finer, too.
+MOST_ROWS_IN_FLOAT64 = 100_000
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,16 @@ class TrainingSystem:
     def batch_shape(self) -> torch.Size:
         return self.residual.shape[:-1]
 
+    def is_rounded(self, limit: float) -> bool:
+        """Whether rounding in float32 moves the value by more than `limit` nats, and float64 is affordable."""
+        operator = self.operator
+        if operator.dtype == torch.float64 or not isinstance(operator, NoisyLinearOperator):
+            return False
+        return operator.shape[-1] <= MOST_ROWS_IN_FLOAT64 and bool((operator.rounding() > limit).any())
+
     def in_float64(self) -> "TrainingSystem":
+        if self.operator.dtype == torch.float64:
+            return self
         return replace(self, operator=in_float64(self.operator), residual=self.residual.double())
 
     def terms(self) -> list[KernelTerm]:

@@ -14,12 +14,22 @@ from gpy_iterative.linear_operators import extensions
 
 
 def product(operator: LinearOperator, columns: Tensor) -> Tensor:
-    """`operator @ columns`, without autograd where no tensor requires a gradient."""
+    """`operator @ columns` in the columns' dtype, without autograd where no tensor requires a gradient."""
+    operator = converted(operator, columns.dtype)
     tensors = (columns, *operator.representation())
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return operator @ columns
     with torch.no_grad():
         return operator._matmul(columns)
+
+
+def converted(operator: LinearOperator, dtype: torch.dtype) -> LinearOperator:
+    """The operator in float64 if that is the dtype."""
+    return (
+        operator
+        if operator.dtype == dtype or dtype != torch.float64
+        else extensions.in_float64(operator, keeps_tiles=False)
+    )
 
 
 def rows_product(rows: Tensor, matrix: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_instance, check_number, generator_or_seed
 from gpy_iterative.errors import VarianceWarning, warn
-from gpy_iterative.exact.prediction.blocks import product, scatter_rows
+from gpy_iterative.exact.prediction.blocks import converted, product, scatter_rows
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.exact.prediction.joint_prior import JointPrior, checked_inputs, graph_for, joint_prior
 from gpy_iterative.exact.prediction.new_observations import (
@@ -33,15 +33,18 @@ from gpy_iterative.exact.prediction.training_solves import PriorDraws, TrainingS
 from gpy_iterative.exact.prediction.variance_error import VarianceError, solved_variance
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
+from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.default import EXACT_BELOW
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
 from gpy_iterative.training.report import SolveReport
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock, evaluation_copies
-from gpy_iterative.training.training_system import training_system
+from gpy_iterative.training.training_system import TrainingSystem, training_system
 
 logger = logging.getLogger(__name__)
 
+#: Nats that rounding in float32 may move the log density, see `TrainingSystem.is_rounded`.
+ROUNDING_IN_PREDICTIONS = 0.1
 #: Median |log ratio| of variances above which `variance_error` warns.
 LARGE_VARIANCE_ERROR = 0.25
 
@@ -187,7 +190,7 @@ class PathwisePosterior:
         self, solves: TrainingSolves, mean: Tensor, test_test: LinearOperator, test_train: LinearOperator
     ) -> tuple[Tensor, LinearOperator]:
         """Posterior mean [*b, t] and lazy covariance [*b, t, t] from the blocks of a `JointPrior`."""
-        update = product(test_train, solves.weights.unsqueeze(-1)).squeeze(-1)
+        update = product(test_train, solves.weights.unsqueeze(-1)).squeeze(-1).to(mean.dtype)
         mean = mean + update.reshape(*torch.broadcast_shapes(mean.shape, test_test.shape[:-1]))
         if gpytorch.settings.skip_posterior_variances.on():
             return mean, ZeroLinearOperator(*test_test.shape, dtype=mean.dtype, device=mean.device)
@@ -230,7 +233,8 @@ class PathwisePosterior:
             joint = self._joint(snapshot, solves, points)
             _, covariance = self.condition(solves, joint.mean, joint.test_test, joint.test_train)
             prior_variance = joint.test_test.diagonal(dim1=-2, dim2=-1)
-            exact = solved_variance(solves.system, solves.projection(), prior_variance, joint.test_train.to_dense())
+            cross = converted(joint.test_train, solves.weights.dtype).to_dense()
+            exact = solved_variance(solves.system, solves.projection(), prior_variance, cross)
             error = VarianceError.between(covariance.diagonal(dim1=-2, dim2=-1), exact)
         if error.median > LARGE_VARIANCE_ERROR:
             rank, neighbours = self._recipe.sizes_for(solves.system.operator)
@@ -297,6 +301,10 @@ class PathwisePosterior:
         model, _ = snapshot.copies()
         return joint_prior(model, inputs, solves.system.batch_shape, self._products)
 
+    def _needs_float64(self, system: TrainingSystem) -> bool:
+        has_factor = isinstance(self._solver, Cholesky) or system.operator.shape[-1] <= self._exact_below
+        return has_factor or system.is_rounded(ROUNDING_IN_PREDICTIONS)
+
     @torch.inference_mode(False)  # later calls may need gradients
     @torch.no_grad()
     def _solved(
@@ -309,6 +317,8 @@ class PathwisePosterior:
         model, likelihood = snapshot.model, snapshot.likelihood
         params, kwargs = self._params.current(model), self._params.current_kwargs(model)
         system = training_system(model, likelihood, params, self._products, kwargs)
+        if self._needs_float64(system) if known is None else known.system.operator.dtype == torch.float64:
+            system = system.in_float64()
         solver = prediction_solver(system) if self._solver is None else self._solver
         solves = TrainingSolves(
             system,

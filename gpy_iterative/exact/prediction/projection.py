@@ -25,17 +25,14 @@ from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.prediction import blocks
-from gpy_iterative.exact.prediction.local_part import LocalPart, Neighbours, rounding_norm
-from gpy_iterative.linear_operators.extensions import far_field_error, in_float64
-from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.exact.prediction.local_part import LocalPart, Neighbours
+from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
 #: Defaults. With a far field neighbours matter most: the rank limits a block [n, rank] to so many entries.
 RANK, NUM_NEIGHBOURS = 1024, 128
 FAR_FIELD_RANKS, FAR_FIELD_ENTRIES = (64, 256), 2**24
-#: Accepted rounding errors of a float32 product, as a part of the noise.
-NEGLIGIBLE = 0.1
 #: Rows converted to float64 at a time.
 CHUNK = 4096
 
@@ -49,6 +46,7 @@ class Projection:
 
     def variance(self, prior_variance: Tensor, test_train: LinearOperator) -> Tensor:
         """var(x) [*batch, t] from k(x, x), never below its rounding error."""
+        test_train = blocks.converted(test_train, self.basis.dtype)
         coefficients = self._coefficients(test_train)
         # Cancellation: the two numbers may agree in all digits of float32 but the last.
         explained = torch.linalg.vector_norm(coefficients, dim=-1, dtype=torch.float64).square()
@@ -60,7 +58,7 @@ class Projection:
 
     def covariance(self, prior_covariance: Tensor, test_train: LinearOperator) -> Tensor:
         """The covariance [*batch, t, t], semi-definite up to rounding; its diagonal is `variance`."""
-        points = prior_covariance.shape[:-1]
+        points, test_train = prior_covariance.shape[:-1], blocks.converted(test_train, self.basis.dtype)
         coefficients = self._coefficients(test_train).reshape(*points, self.basis.shape[-1])
         exact = coefficients.double()
         covariance = prior_covariance.double() - exact @ exact.mT
@@ -71,12 +69,11 @@ class Projection:
         return (covariance + torch.diag_embed(raised)).to(prior_covariance.dtype)
 
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
-        """K(x, X) A [*batch, t, r], in the precision of a complete A: small variances are differences."""
-        basis = self.basis if self.is_exact else self.basis.to(test_train.dtype)
-        has_more_batches = test_train.dim() > basis.dim() > 2
-        if basis.dtype == test_train.dtype and not has_more_batches:
-            return blocks.product(test_train, basis)
-        return blocks.rows_product(blocks.dense(test_train).to(basis.dtype), basis)
+        """K(x, X) A [*batch, t, r]."""
+        basis = self.basis.to(test_train.dtype)
+        if test_train.dim() > basis.dim() > 2:
+            return blocks.rows_product(blocks.dense(test_train), basis)
+        return blocks.product(test_train, basis)
 
     @property
     def is_exact(self) -> bool:
@@ -185,28 +182,15 @@ def extended_exact_projection(known: Projection, factor: CholeskyFactor, observe
 
 def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor]:
     """A in the span of a randomly pivoted Cholesky factor, and H A."""
-    precise = _precise(operator)
-    basis = torch.linalg.qr(RandomlyPivotedCholesky(rank=rank).low_rank(precise)).Q.contiguous()
-    product = precise._matmul(basis)
+    basis = torch.linalg.qr(RandomlyPivotedCholesky(rank=rank).low_rank(operator)).Q.contiguous()
+    product = operator._matmul(basis)
     gram = torch.zeros(basis.shape[-1], basis.shape[-1], dtype=torch.float64, device=basis.device)
     for left, right in zip(basis.split(CHUNK), product.split(CHUNK), strict=True):
         gram += left.mT.double() @ right.double()
     if basis.shape[-1]:
         gram.diagonal().add_(_rounding(product / gram.diagonal().sqrt().to(product)))
     lower = psd_safe_cholesky(0.5 * (gram + gram.mT))
-    return _solve_right_(basis, lower).to(operator.dtype), _solve_right_(product, lower).to(operator.dtype)
-
-
-def _precise(operator: LinearOperator) -> LinearOperator:
-    """The operator, in float64 where rounding errors are near the noise.
-
-    With a far field the few projections have large eigenvalues: float32 is enough.
-    """
-    if operator.dtype == torch.float64 or not isinstance(operator, NoisyLinearOperator) or _has_far_field(operator):
-        return operator
-    rounding = float(rounding_norm(operator.kernel.diagonal(dim1=-2, dim2=-1), operator.shape[-1]))
-    is_seen = rounding > NEGLIGIBLE * float(operator.noise.amin())
-    return in_float64(operator, keeps_tiles=False) if is_seen else operator
+    return _solve_right_(basis, lower), _solve_right_(product, lower)
 
 
 def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:

@@ -57,4 +57,4 @@ class SamplePaths:
                 parts.append(self._features.prior_sample(rows, self._draws))
             prior = torch.cat(parts, dim=-2)
             values = joint.mean.unsqueeze(-1) + prior + update.reshape(*joint.mean.shape, self.num_paths)
-            return values.movedim(-1, 0).unflatten(-1, distribution.event_shape)
+            return values.to(joint.mean.dtype).movedim(-1, 0).unflatten(-1, distribution.event_shape)

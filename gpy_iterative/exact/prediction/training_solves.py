@@ -47,9 +47,13 @@ class PriorDraws:
     solutions: Tensor  # H^-1 xi [*b, m, s], of these or earlier hyperparameters
     num_solved: int | None = None  # rows solved for, the others are zero; None is all
 
-    def fits(self, system: TrainingSystem) -> bool:
-        wanted = system.operator.shape[:-1], system.residual.dtype, system.residual.device
-        return (self.solutions.shape[:-1], self.solutions.dtype, self.solutions.device) == wanted
+    def for_system(self, system: TrainingSystem) -> "PriorDraws | None":
+        """In the system's dtype; None for another shape or device."""
+        like = system.residual
+        if (self.solutions.shape[:-1], self.solutions.device) != (system.operator.shape[:-1], like.device):
+            return None
+        own = {name: tensor.to(like.dtype) for name, tensor in self.draws.items() if name in ("weights", "noise_base")}
+        return PriorDraws(self.draws | own, self.solutions.to(like.dtype), self.num_solved)
 
     def extended(self, system: TrainingSystem, seed: int) -> "PriorDraws":
         """The same functions with new data at the end, where solutions are zero."""
@@ -128,7 +132,7 @@ class TrainingSolves:
         self.features = RandomFeatures(num_probes=1, num_frequencies=num_frequencies, corrected=False, widened=True)
         self._has_solved_draws = False
         if known is None:
-            self.draws = draws if draws is not None and draws.fits(system) else None
+            self.draws = None if draws is None else draws.for_system(system)
             guess, num_known = _fitting(initial_weights, system), None
         else:
             self.draws = None if known.draws is None else known.draws.extended(system, seed)

@@ -88,7 +88,7 @@ def average_information(
             rhs,
             groups=(ColumnGroup("curvature", rhs.shape[-1], tolerance),),
             preconditioner=estimate.preconditioner,
-            initial_guess=initial_guess.to(rhs.device) if is_fitting else None,
+            initial_guess=initial_guess.to(rhs) if is_fitting else None,
             generator=generator,
         )
         solutions, residual, epochs = solution.value, solution.residual, solution.stats.epochs

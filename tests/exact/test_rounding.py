@@ -1,0 +1,176 @@
+"""Float32 models that are computed in float64, because float32 would round too much."""
+
+import copy
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+from linear_operator import to_linear_operator
+from torch import Tensor
+
+import gpy_iterative as gpi
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.training import training_system
+from gpy_iterative.training.training_system import TrainingSystem
+from tests.exact.gaussian_models import Regression
+
+N = 300
+COARSE = gpi.solvers.ConjugateGradients(tolerance=1e-3, probe_tolerance=1e-3)
+FINE = gpi.solvers.ConjugateGradients(tolerance=1e-8, probe_tolerance=1e-8)
+MLLS = [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
+KERNELS = {
+    "radial": gpytorch.kernels.RBFKernel,
+    "generic": lambda: gpytorch.kernels.RBFKernel() * gpytorch.kernels.PeriodicKernel(),
+}
+
+
+def smooth_function(dtype: torch.dtype, noise: float, kernel: str = "radial") -> Regression:
+    """Hyperparameters as a fit of a sine finds them; the data are numbers of float32."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(N, 2, generator=generator).mul(3)
+    y = x.sin().sum(-1) + 0.01 * torch.randn(N, generator=generator)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-7))
+    model = Regression(x, y, likelihood, gpytorch.kernels.ScaleKernel(KERNELS[kernel]()))
+    model.covar_module.outputscale = 20.0
+    likelihood.noise = noise
+    model.to(dtype).set_train_data(x.to(dtype), y.to(dtype), strict=False)
+    return model
+
+
+def step(
+    mll_class: type, model: Regression, solver: gpi.solvers.Solver = COARSE, **options: Any
+) -> tuple[Any, Tensor, list[Tensor]]:
+    mll = mll_class(model.likelihood, model, solver=solver, generator=0, **options)
+    value = mll(model(*model.train_inputs), model.train_targets)
+    value.backward()
+    return mll, value.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+def dtype_of(mll: Any) -> torch.dtype:
+    return mll.training_state()["system.like"].dtype
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+def test_little_noise_makes_it_float64(mll_class: type) -> None:
+    for noise, dtype in ((0.1, torch.float32), (1e-4, torch.float64)):
+        mll, value, gradients = step(mll_class, smooth_function(torch.float32, noise))
+        assert dtype_of(mll) == dtype
+        assert {each.dtype for each in (value, mll.report.value, mll.report.value_sem, *gradients)} == {torch.float32}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_value_and_gradient_are_those_of_the_model_in_float64(kernel: str) -> None:
+    results = [
+        step(gpi.mlls.HutchinsonMarginalLogLikelihood, smooth_function(dtype, 1e-4, kernel), FINE, probes="rademacher")
+        for dtype in (torch.float32, torch.float64)
+    ]
+    (_, value, gradients), (_, exact, exact_gradients) = results
+    torch.testing.assert_close(value.double(), exact, rtol=1e-4, atol=1e-4)
+    for found, true in zip(gradients, exact_gradients, strict=True):
+        torch.testing.assert_close(found.double(), true, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+def test_a_run_keeps_its_probes_when_it_becomes_float64_and_stays(mll_class: type) -> None:
+    model = smooth_function(torch.float32, 0.1)
+    mll, *_ = step(mll_class, model)
+    before = mll.training_state()
+    assert dtype_of(mll) == torch.float32
+    for noise in (1e-4, 0.1):
+        model.likelihood.noise = noise
+        mll(model(*model.train_inputs), model.train_targets)
+        assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
+        after = mll.training_state()
+        assert dtype_of(mll) == torch.float64
+        for name, tensor in before.items():
+            if name.startswith("probes."):
+                torch.testing.assert_close(after[name], tensor.to(after[name].dtype), rtol=0, atol=0)
+    mll.load_training_state(before)
+    mll(model(*model.train_inputs), model.train_targets)
+    assert dtype_of(mll) == torch.float32
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("options", [{}, {"solver": FINE, "exact_below": 0, "rank": 100}], ids=["exact", "projected"])
+def test_predictions_are_those_of_the_model_in_float64(kernel: str, options: dict[str, Any]) -> None:
+    points = torch.rand(20, 2, generator=torch.Generator().manual_seed(1)).mul(3)
+    found, true = (
+        gpi.prediction.PathwisePosterior(model, model.likelihood, **options)
+        for model in (smooth_function(dtype, 1e-4, kernel) for dtype in (torch.float32, torch.float64))
+    )
+    prediction, exact = found(points), true(points.double())
+    assert {prediction.mean.dtype, prediction.variance.dtype, prediction.covariance_matrix.dtype} == {torch.float32}
+    deviation = exact.variance.sqrt()
+    assert ((prediction.mean - exact.mean) / deviation).abs().max() < 0.01
+    torch.testing.assert_close(prediction.variance.double(), exact.variance, rtol=0.3, atol=0)
+    found.install()
+    by_gpytorch = found.model(points)
+    assert by_gpytorch.mean.dtype == by_gpytorch.variance.dtype == torch.float32
+    point = points[:1].clone().requires_grad_()
+    found(point).mean.sum().backward()
+    assert point.grad is not None
+    assert point.grad.dtype == torch.float32
+
+
+def test_sample_paths_stay_the_same_functions_when_they_become_float64() -> None:
+    model = smooth_function(torch.float32, 0.1)
+    posterior = gpi.prediction.PathwisePosterior(model, model.likelihood, solver=COARSE, exact_below=0)
+    posterior.sample_paths(2)
+    draws = posterior.solves.draws
+    assert draws is not None
+    model.likelihood.noise = 1e-4
+    paths = posterior.sample_paths(3)
+    assert posterior.solves.system.operator.dtype == torch.float64
+    now = posterior.solves.draws
+    assert now is not None
+    torch.testing.assert_close(now.draws["weights"][..., :2], draws.draws["weights"].double(), rtol=0, atol=0)
+    assert model.train_inputs is not None
+    values = paths(*model.train_inputs)
+    assert values.dtype == torch.float32
+    # Paths meet the data within the noise, .01.
+    assert (values - model.train_targets).square().mean().sqrt() < 0.015
+
+
+def test_new_observations_keep_the_precision() -> None:
+    model, true = (smooth_function(dtype, 1e-4) for dtype in (torch.float32, torch.float64))
+    assert model.train_inputs is not None
+    assert model.train_targets is not None
+    x, y = model.train_inputs[0], model.train_targets
+    points = torch.rand(20, 2, generator=torch.Generator().manual_seed(1)).mul(3)
+    exact = gpi.prediction.PathwisePosterior(true, true.likelihood)(points.double())
+    fewer = copy.deepcopy(model)
+    fewer.set_train_data(x[:-20], y[:-20], strict=False)
+    posterior = gpi.prediction.PathwisePosterior(fewer, fewer.likelihood)
+    posterior(points).variance  # noqa: B018, it makes the factor that is extended
+    found = posterior.condition_on_observations(x[-20:], y[-20:])(points)
+    assert ((found.mean - exact.mean) / exact.variance.sqrt()).abs().max() < 0.01
+    torch.testing.assert_close(found.variance.double(), exact.variance, rtol=0.3, atol=0)
+
+
+def test_too_many_rows_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = to_linear_operator(20 * torch.ones(N, N))
+    system = TrainingSystem(None, NoisyLinearOperator(kernel, torch.full((N,), 1e-4)), torch.zeros(N), None)  # type: ignore[arg-type]
+    assert system.is_rounded(0.5)
+    assert not system.is_rounded(100.0)
+    assert not system.in_float64().is_rounded(0.5)
+    monkeypatch.setattr(training_system, "MOST_ROWS_IN_FLOAT64", N - 1)
+    assert not system.is_rounded(0.5)
+
+
+@pytest.mark.slow
+def test_a_fit_of_a_smooth_function_converges() -> None:
+    """In float32 it wandered from the optimum, and predicted means were 28 standard deviations off."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(3100, 2, generator=generator)
+    y = (6 * x[:, 0]).sin() + (4 * x[:, 1]).cos() + 0.01 * torch.randn(3100, generator=generator)
+    model = Regression(
+        x,
+        y,
+        gpytorch.likelihoods.GaussianLikelihood(),
+        gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=2)),
+    )
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, generator=0)
+    found = gpi.fit(mll, progress=False)
+    assert found.status is gpi.fitting.FitStatus.CONVERGED
+    assert abs(model.likelihood.noise.item() / 1e-4 - 1) < 0.1
