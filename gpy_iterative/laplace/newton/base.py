@@ -153,6 +153,11 @@ class Iterate:
         """|g - v| / |g|, or |g - v| for a zero g."""
         return float(torch.linalg.vector_norm(self.error)) / (float(torch.linalg.vector_norm(self.gradient)) or 1.0)
 
+    def is_rounding(self, curvature: Curvature) -> bool:
+        """Whether the error is as small as g's change W eps |f| when f is rounded, as at large counts."""
+        change = curvature.matmul(self.f.unsqueeze(-1))
+        return float(torch.linalg.vector_norm(self.error)) <= EPS * float(torch.linalg.vector_norm(change))
+
 
 class StepSolver(ABC):
     """Solves the Newton systems of one mode."""
@@ -177,7 +182,7 @@ class LaplaceSolver(ABC):
 
     Args:
         max_outer: largest number of Newton steps.
-        tolerance: convergence at |g - v| <= tolerance |g|; None chooses by dtype.
+        tolerance: convergence at |g - v| <= tolerance |g|, or where the rounding of f hides g - v; None chooses by dtype.
 
     Raises:
         ValueError: an option outside its range.
@@ -284,24 +289,25 @@ class LaplaceSolver(ABC):
         tolerance = self.tolerance or self._tolerances[problem.is_single_precision]
         iterate, patience = self._start(problem, steps), PATIENCE
         best_error, best_joint = iterate.stationarity, iterate.log_joint
-        for outer in range(1, self.max_outer + 1):
+        for outer in range(self.max_outer + 1):
             if iterate.stationarity <= tolerance:
-                return iterate, SolveStatus.CONVERGED, outer - 1
+                return iterate, SolveStatus.CONVERGED, outer
             curvature = problem.likelihood.step_curvature(problem.by_point(iterate.f), self._step_floor)
+            if iterate.is_rounding(curvature):
+                return iterate, SolveStatus.CONVERGED, outer
+            if outer == self.max_outer or patience == 0:
+                break
             following = self._damped(problem, iterate, *steps.step(iterate, curvature))
             if following is None:
-                return iterate, SolveStatus.STAGNATED, outer
+                return iterate, SolveStatus.STAGNATED, outer + 1
             iterate = following
             if problem.callback is not None:
-                problem.callback(SolveProgress(outer, steps.num_products, {"mode": iterate.stationarity}))
+                problem.callback(SolveProgress(outer + 1, steps.num_products, {"mode": iterate.stationarity}))
             rises = iterate.log_joint > best_joint + 10 * EPS * abs(best_joint)
             improves = iterate.stationarity < (1 - LEAST_PROGRESS) * best_error
             patience = PATIENCE if rises or improves else patience - 1
             best_error, best_joint = min(best_error, iterate.stationarity), max(best_joint, iterate.log_joint)
-            if patience == 0:
-                return iterate, SolveStatus.STAGNATED, outer
-        is_reached = iterate.stationarity <= tolerance
-        return iterate, SolveStatus.CONVERGED if is_reached else SolveStatus.BUDGET_EXHAUSTED, self.max_outer
+        return iterate, SolveStatus.STAGNATED if patience == 0 else SolveStatus.BUDGET_EXHAUSTED, outer
 
     def _start(self, problem: Problem, steps: StepSolver) -> Iterate:
         weights, solution = problem.initial_weights, problem.initial_solution

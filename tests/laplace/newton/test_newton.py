@@ -71,6 +71,22 @@ def test_large_counts_with_a_log_link(n: int, count: float, outputscale: float) 
         torch.testing.assert_close(solution.latent[:, 0], y.log(), rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize("name", ["counts", "outliers"])
+def test_modes_end_at_the_rounding_of_latent_values(name: str) -> None:
+    """Where latent values need all digits, the gradient has few: no step brings it below 1e-10."""
+    x = torch.linspace(0, 1, 100, dtype=torch.float64).unsqueeze(-1)
+    wave = torch.sin(6 * x[:, 0])
+    prior, likelihood = poisson_problem(x, (1e8 * wave.exp()).round(), 0.003, 1.0)
+    mean = torch.full((100, 1), 18.0, dtype=torch.float64)
+    if name == "outliers":
+        likelihood = PointwiseLikelihood(StudentTLikelihood().double(), 1e8 + wave, 1)
+        mean = torch.full((100, 1), 1e8, dtype=torch.float64)
+    solution = LaplaceCholesky().solve(LatentPrior(prior.operator, mean), likelihood)
+    assert solution.converged
+    assert 1e-10 < solution.stationarity < 1e-6
+    assert solution.num_outer < 20
+
+
 @pytest.mark.parametrize("solver", [LaplaceCholesky(), LaplaceNewton()])
 def test_modes_among_outliers_take_few_steps(solver: LaplaceCholesky | LaplaceNewton) -> None:
     """Fisher information, which the covariance takes, is far from the Hessian there: its steps end far from the mode."""
