@@ -6,6 +6,8 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import _GaussianLikelihoodBase
 from gpytorch.models import ExactGP
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from gpy_iterative.checks import check_finite, check_same_kind
 from gpy_iterative.errors import UnsupportedLikelihoodError
@@ -67,9 +69,31 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
     check_same_kind("The model's output", mean, "the target", target, advice)
 
 
+def check_layers(model: torch.nn.Module, *, batches: bool) -> None:
+    """Rejects layers known to depend on chance, or on the batch."""
+    for name, module in model.named_modules():
+        is_random = isinstance(module, torch.nn.RReLU) or (isinstance(module, _DropoutNd) and module.p > 0)
+        is_of_batch = batches and isinstance(module, _BatchNorm)
+        if is_of_batch and module.running_mean is None:
+            state, remedy = "with track_running_stats=False", "Take LayerNorm."
+        elif module.training and (is_random or is_of_batch):
+            state = "in training mode"
+            remedy = f"Call model.get_submodule({name!r}).eval() after every model.train(), or take LayerNorm."
+        else:
+            continue
+        raise ValueError(
+            f"The layer {name}, a {type(module).__name__} {state}, gives a row other features in another batch or call, "
+            f"which a marginal likelihood does not allow. {remedy}"
+        )
+
+
 def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
-    """`check_fit`, and ValueError for non-finite data; `observation_nan_policy("mask")` allows NaN targets."""
+    """`check_fit`, and ValueError for random layers and non-finite data.
+
+    `observation_nan_policy("mask")` allows NaN targets.
+    """
     check_fit(model, function_dist, target)
+    check_layers(model, batches=False)
     check_inputs(model)
     policy = gpytorch.settings.observation_nan_policy.value()
     if policy == "fill":

@@ -18,8 +18,8 @@ from torch import Tensor
 from gpy_iterative.changes import SeenData
 from gpy_iterative.checks import check_autocast, check_count, check_finite
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.exact.validation import check_fit, check_likelihood
-from gpy_iterative.features.validation import StandstillWatch, check_features, check_rows, checked_indices
+from gpy_iterative.exact.validation import check_fit, check_layers, check_likelihood
+from gpy_iterative.features.validation import StandstillWatch, check_rows, checked_indices
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpacePrior, WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import (
@@ -319,7 +319,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def _problem(
         self, function_dist: MultivariateNormal, target: Tensor, params: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> WeightSpaceProblem:
-        check_features(self.model)
+        check_layers(self.model, batches=True)
         problem = WeightSpaceProblem(self.likelihood, function_dist, target, params, kwargs, progress=self.progress)
         modes = [module.training for module in self.model.modules()]
         if modes != self._checked_modes:
@@ -364,7 +364,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def _count_features(self) -> int:
         """0 without features. In any case an RFFKernel draws its frequencies here: saved states have them."""
         if self.needs_features:
-            check_features(self.model)
+            check_layers(self.model, batches=True)
         prior = prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()])
         if self.needs_features:
             return WeightSpacePrior(prior).features().basis.shape[-1]

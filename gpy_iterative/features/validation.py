@@ -6,8 +6,6 @@ from itertools import pairwise
 import gpytorch
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from gpy_iterative.changes import SeenVersions
 from gpy_iterative.errors import BiasWarning, warn
@@ -18,23 +16,6 @@ FEW_ROWS, MANY_ROWS = 2, 16
 SAME_ROWS = 0.01
 #: Steps before the warning.
 STEPS_ALONE = 10
-
-
-def check_features(model: gpytorch.models.ExactGP) -> None:
-    """Rejects layers known to depend on the batch or on chance."""
-    for name, module in model.named_modules():
-        is_dropout = isinstance(module, _DropoutNd) and module.p > 0
-        if isinstance(module, _BatchNorm) and module.running_mean is None:
-            state, remedy = "with track_running_stats=False", "Take LayerNorm."
-        elif module.training and (is_dropout or isinstance(module, _BatchNorm | torch.nn.RReLU)):
-            state = "in training mode"
-            remedy = f"Call model.get_submodule({name!r}).eval() after every model.train(), or take LayerNorm."
-        else:
-            continue
-        raise ValueError(
-            f"The layer {name}, a {type(module).__name__} {state}, gives a row other features in another batch, "
-            f"which a marginal likelihood does not allow. {remedy}"
-        )
 
 
 @torch.inference_mode(False)

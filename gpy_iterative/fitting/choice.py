@@ -14,7 +14,7 @@ from gpy_iterative.fitting.steps.directional import directional_product
 from gpy_iterative.fitting.steps.quasi_newton import HasExactValues
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.run import Resumable
-from gpy_iterative.training.training_system import TrainingSystem, check_has_data, linear_system
+from gpy_iterative.training.training_system import TrainingSystem, check_has_data, linear_system, to_training_mode
 
 Method = Literal["auto", "average_information", "quasi_newton", "adam"]
 
@@ -97,7 +97,7 @@ def system_now(mll: GaussianMarginalLogLikelihood, params: Sequence[Any] = ()) -
     """The current linear system of the training data. Cost: the mean at all training inputs."""
     model: Any = mll.model
     check_has_data(model)
-    mll.train()
+    to_training_mode(mll, model, mll.likelihood)
     prior, targets = model(*model.train_inputs), model.train_targets
     check_data(model, prior, targets)
     return linear_system(mll.likelihood, prior, targets, likelihood_arguments(mll, params), {}, products=mll.products)

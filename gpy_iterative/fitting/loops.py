@@ -22,6 +22,7 @@ from gpy_iterative.fitting.steps.points import Assessment, Point, Step
 from gpy_iterative.fitting.stopping import CLEAR, LEFT, NEAR, NOISE, FitStatus, has_converged, has_stalled, is_drowned
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
 from gpy_iterative.training.progress import Progress, reporting
+from gpy_iterative.training.training_system import to_training_mode
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +72,13 @@ class Loop(ABC):
     ) -> FitResult:
         with reporting(progress, "fit", "steps", self.max_steps) as tell:
             status, is_interrupted = None, False
+            held = [module for module in self.mll.modules() if not module.training]
             while status is None:
                 try:
                     known = len(self.history)
-                    self.mll.train()  # a callback may have predicted
+                    to_training_mode(self.mll, self.mll.model, self.mll.likelihood)  # a callback may have predicted
+                    for module in held:
+                        module.eval()
                     status = self.advance()
                     if not known:
                         first = self.history[0]

@@ -20,7 +20,7 @@ from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.steps.average_information import AverageInformation
 from gpy_iterative.training.progress import Progress, check_progress, reporting
 from gpy_iterative.training.run import make_generator
-from gpy_iterative.training.training_system import check_has_data, check_inputs
+from gpy_iterative.training.training_system import check_has_data, check_inputs, to_training_mode
 from gpy_iterative.worker_threads import CPU
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,8 @@ def _of_rows(
     """The mll of a copy with these training rows, at a position."""
     # Together: a shared likelihood stays shared.
     model, likelihood = copy.deepcopy((model, likelihood))
-    _restrict(model.train(), likelihood.train(), rows)
+    to_training_mode(model, likelihood)
+    _restrict(model, likelihood, rows)
     mll = HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
     if position is not None:
         Coordinates(mll).write(position)

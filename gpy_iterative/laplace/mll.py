@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_autocast, check_count, check_fraction, check_instance
 from gpy_iterative.errors import ConvergenceWarning, warn
+from gpy_iterative.exact.validation import check_layers
 from gpy_iterative.laplace.elbo import exact_bound, subspace_bound
 from gpy_iterative.laplace.evidence import ObjectiveEstimate, exact_evidence, stochastic_evidence
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood, check_laplace_likelihood
@@ -227,6 +228,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         check_autocast()
         check_targets_fit(function_dist, target)
         check_inputs(self.model)
+        check_layers(self.model, batches=False)
         check_hyperparameters(self.model)
 
     def _estimate(

@@ -64,6 +64,13 @@ def check_has_data(model: ExactGP) -> None:
         )
 
 
+def to_training_mode(*modules: torch.nn.Module) -> None:
+    """Layers that the user holds in evaluation mode stay in it where the module itself is not."""
+    for module in modules:
+        if not module.training:
+            module.train()
+
+
 def check_inputs(model: ExactGP) -> None:
     """Raises ValueError with the first non-finite training input."""
     for i, inputs in enumerate(model.train_inputs or ()):

@@ -6,7 +6,7 @@ import torch
 from gpytorch import kernels
 
 import gpy_iterative as gpi
-from tests.exact.gaussian_models import Case, Regression, data, regression
+from tests.exact.gaussian_models import Case, DeepKernelRegression, Regression, data, regression
 
 MLLS = [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
 TRUNCATING = [gpi.mlls.RussianRouletteMarginalLogLikelihood, gpi.mlls.RFFMarginalLogLikelihood]
@@ -47,6 +47,24 @@ def test_targets_that_are_no_tensor() -> None:
     for target in (None, case.y.tolist()):
         with pytest.raises(ValueError, match=f"must be a tensor.*{type(target).__name__}"):
             mll(case.model(case.x), target)
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Dropout(0.3), torch.nn.RReLU()])
+def test_layers_of_chance(layer: torch.nn.Module) -> None:
+    """Values would be noisy while their standard error is zero."""
+    x, y = data(30)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = DeepKernelRegression(x, y, likelihood).double()
+    model.network.append(layer)
+    mll = MLLS[0](likelihood, model, generator=0)
+    for evaluate in (lambda: mll(model(x), y), lambda: gpi.fit(mll, max_steps=2, progress=False)):
+        with pytest.raises(ValueError, match=f"{type(layer).__name__} in training mode"):
+            evaluate()
+    layer.eval()
+    mll(model(x), y)
+    gpi.fit(mll, max_steps=2, progress=False, callback=lambda row: mll.posterior())
+    assert model.training
+    assert not layer.training
 
 
 def test_bad_inputs() -> None:

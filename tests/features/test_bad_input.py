@@ -266,6 +266,8 @@ def test_layers_whose_features_are_the_batchs(layer: torch.nn.Module) -> None:
     layer.eval()
     mll = MLLS[0](case.likelihood, case.model)
     mll(case.model(case.x), case.y)
+    gpi.fit(mll, max_steps=1, progress=False)
+    assert not layer.training
     layer.train()
     with pytest.raises(ValueError, match="in training mode"):
         mll.refresh()

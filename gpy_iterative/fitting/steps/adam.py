@@ -13,7 +13,7 @@ from torch import Tensor
 from gpy_iterative.fitting.coordinates import Coordinate, Coordinates, copied, network_parameters, restore
 from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.training.likelihood_params import likelihood_arguments
-from gpy_iterative.training.training_system import check_hyperparameters
+from gpy_iterative.training.training_system import check_hyperparameters, to_training_mode
 
 #: First rates; the last rate relative to the first.
 RATE, NETWORK_RATE, LAST = 0.1, 0.01, 0.05
@@ -57,7 +57,7 @@ class AdamSteps:
         if batches is not None and iter(batches) is batches:
             raise ValueError("batches= is an iterator, which can be read only once: pass a list or a DataLoader.")
         self._positive = [part for part in Coordinates(mll).parts if part.kind == "log"]
-        mll.train()
+        to_training_mode(mll, mll.model, mll.likelihood)
         self._params = tuple(params)
         self._taken = 0  # of this pass
         self._source: Iterator[Any] = iter(())

@@ -23,6 +23,7 @@ from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.fitting.steps.curvature import Curvature
 from gpy_iterative.fitting.steps.points import Assessment, Point, Secant, Step
 from gpy_iterative.linear_solvers.solution import SolveStatus
+from gpy_iterative.training.training_system import to_training_mode
 from gpy_iterative.worker_threads import CPU
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class LevenbergMarquardt(ABC):
         self._assessment: Assessment | None = None
         self._last: Secant | None = None
         self._is_inside = False  # parameters are inside their bounds
-        mll.train()
+        to_training_mode(mll, mll.model, mll.likelihood)
 
     @abstractmethod
     def _evaluated(self) -> Point:
