@@ -13,7 +13,6 @@ from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
 from gpy_iterative.fitting.steps.directional import directional_product
 from gpy_iterative.fitting.steps.quasi_newton import HasExactValues
 from gpy_iterative.training.likelihood_params import likelihood_arguments
-from gpy_iterative.training.run import Resumable
 from gpy_iterative.training.training_system import TrainingSystem, check_has_data, linear_system, to_training_mode
 
 Method = Literal["auto", "average_information", "quasi_newton", "adam"]
@@ -31,15 +30,8 @@ class Choice:
 def choose(mll: Any, method: Method, batches: object | None, params: Sequence[Any] = ()) -> Choice:
     """The method, and a sentence with the reason.
 
-    Raises:
-        TypeError: an mll of another package.
-        ValueError: conflicting options, or a kernel without average information.
+    Raises ValueError for conflicting options, or a kernel without average information.
     """
-    if not isinstance(mll, Resumable):
-        raise TypeError(
-            "gpi.fit needs a marginal log likelihood of gpy_iterative such as gpi.mlls.HutchinsonMarginalLogLikelihood, "
-            f"got {type(mll).__name__}. Fit the members of a sum one by one."
-        )
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
     if method not in ("auto", "adam") and batches is not None:

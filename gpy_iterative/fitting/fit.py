@@ -23,7 +23,7 @@ from gpy_iterative.fitting.steps.quasi_newton import QuasiNewton
 from gpy_iterative.fitting.subsets import check_subsets, initialize_from_subsets
 from gpy_iterative.training.data_advice import warn_of_data, warn_of_inputs
 from gpy_iterative.training.progress import Progress, check_progress
-from gpy_iterative.training.run import make_generator
+from gpy_iterative.training.run import Resumable, make_generator
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ def fit(
         CheckpointError: a checkpoint of another fit.
         OSError: a checkpoint that cannot be written.
         TypeError: an mll that the method cannot fit; invalid batches or callback.
-        NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are restored.
+        NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Parameters, buffers and
+            modes are restored.
 
     Warns:
         DataWarning: data on a very different scale, constant inputs, duplicate rows, equal terms of a kernel.
@@ -92,34 +93,43 @@ def fit(
     check_params(params)
     if params and (batches is not None or start == "subsets"):
         raise ValueError("params= belong to all training data: take batches=None and start='current'.")
-    choice = choose(mll, method, batches, params)
-    steps = MAX_STEPS[choice.method] if max_steps is None else max_steps
-    check_count("max_steps", steps)
-    check_progress(progress)
-    if start not in ("current", "subsets"):
-        raise ValueError(f"start must be 'current' or 'subsets', got {start!r}.")
-    path = None if checkpoint is None else Path(checkpoint)
-    if path is not None and path.is_dir():
-        raise ValueError(f"checkpoint={str(path)!r} is a folder: give the name of a file in it.")
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback must be None or callable, got {callback!r}.")
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"The folder of checkpoint={str(path)!r} does not exist: make it first.")
-    if path is not None:
-        check_can_save(path)
-    random = torch.Generator().manual_seed(0) if generator is None else make_generator(generator)
-    known = None if path is None or not path.exists() else read_checkpoint(path, mll, choice.method, params)
-    if start == "subsets":
-        check_subsets(mll.model, mll.likelihood)
-    if known is None:
-        _warn_of_data(mll, params)
-    logger.info("fit by %s: %s", choice.method, choice.reason)
-    before, begun = {name: tensor.clone() for name, tensor in mll.state_dict().items()}, time.perf_counter()
-    history = [] if known is None else known.history
-    num_known = len(history)
-    if known is not None:
-        logger.info("continues from %s, after step %d", path, history[-1].step)
+    if not isinstance(mll, Resumable):
+        raise TypeError(
+            "gpi.fit needs a marginal log likelihood of gpy_iterative such as gpi.mlls.HutchinsonMarginalLogLikelihood, "
+            f"got {type(mll).__name__}. Fit the members of a sum one by one."
+        )
+    # Before the choice, whose forward pass changes buffers.
+    before = {name: tensor.clone() for name, tensor in mll.state_dict().items()}
+    modes = [(module, module.training) for module in mll.modules()]
+    history: list[HistoryRow] = []
+    num_known = 0
     try:
+        choice = choose(mll, method, batches, params)
+        steps = MAX_STEPS[choice.method] if max_steps is None else max_steps
+        check_count("max_steps", steps)
+        check_progress(progress)
+        if start not in ("current", "subsets"):
+            raise ValueError(f"start must be 'current' or 'subsets', got {start!r}.")
+        path = None if checkpoint is None else Path(checkpoint)
+        if path is not None and path.is_dir():
+            raise ValueError(f"checkpoint={str(path)!r} is a folder: give the name of a file in it.")
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback must be None or callable, got {callback!r}.")
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"The folder of checkpoint={str(path)!r} does not exist: make it first.")
+        if path is not None:
+            check_can_save(path)
+        random = torch.Generator().manual_seed(0) if generator is None else make_generator(generator)
+        known = None if path is None or not path.exists() else read_checkpoint(path, mll, choice.method, params)
+        if start == "subsets":
+            check_subsets(mll.model, mll.likelihood)
+        if known is None:
+            _warn_of_data(mll, params)
+        else:
+            history, num_known = known.history, len(known.history)
+            logger.info("continues from %s, after step %d", path, history[-1].step)
+        logger.info("fit by %s: %s", choice.method, choice.reason)
+        begun = time.perf_counter()
         loop = _loop(mll, choice, known, history, steps, batches, params, random)
         if known is None and start == "subsets":
             initialize_from_subsets(mll.model, mll.likelihood, generator=random, progress=progress)
@@ -128,6 +138,8 @@ def fit(
     except BaseException:
         if len(history) == num_known:
             mll.load_state_dict(before, strict=False)  # a kernel may have drawn its frequencies since
+            for module, mode in modes:
+                module.training = mode
         raise
 
 

@@ -650,6 +650,22 @@ def test_an_error_after_late_frequencies_is_told() -> None:
         quiet(gpi.mlls.MinibatchMarginalLogLikelihood(likelihood, model, batch_size=10, generator=0))
 
 
+@pytest.mark.parametrize("method", ["auto", "adam", "average_information"])
+def test_a_fit_that_cannot_begin_changes_nothing(method: str) -> None:
+    """The choice of the method evaluates the model, which changes buffers of layers."""
+    case = CASES["deep"]()
+    case.model.scale = gpytorch.utils.grid.ScaleToBounds(-1.0, 1.0)
+    case.model.network.append(case.model.scale)
+    case.model.network[0].weight.data[0, 0] = torch.nan
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model.double(), generator=0).eval()
+    before = {name: tensor.clone() for name, tensor in mll.state_dict().items()}
+    with pytest.raises(gpi.errors.NonFiniteError, match="is not finite"):
+        quiet(mll, method=method)
+    for name, tensor in mll.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
+    assert not any(module.training for module in mll.modules())
+
+
 def test_data_that_are_not_finite() -> None:
     mll = regression(20)
     mll.model.train_targets[3] = torch.nan
