@@ -1,9 +1,9 @@
 """KeOps in place of tiles: the same conformance suite, dense references, and models that train the same.
 
 Every formula, dimension, width and dtype is a program that g++ compiles for about 7 s where the disk cache is cold.
-All tests therefore use inputs of 2 dimensions and one width of 8 columns, float32 serves one function only, and
+All tests therefore use inputs of 2 dimensions and one width of 8 columns, float32 serves two functions only, and
 what needs no program (how columns are split into widths) is tested without one. A derivative's program has the
-function's value in it, too: products serve two functions, with alpha and without. 9 programs in all.
+function's value in it, too: products serve two functions, with alpha and without. 10 programs in all.
 """
 
 import unittest
@@ -42,7 +42,7 @@ from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.solvers import AlternatingProjections, ConjugateGradients
 from tests.exact.gaussian_models import Regression, data
-from tests.linear_operators.radial.test_operator import FUNCTIONS, dense, inputs
+from tests.linear_operators.radial.test_operator import FUNCTIONS, check_gradients_by_alpha, dense, inputs
 
 pytest.importorskip("pykeops")
 
@@ -375,6 +375,11 @@ def test_products_where_pykeops_has_gone(monkeypatch: pytest.MonkeyPatch) -> Non
     with torch.no_grad(), pytest.raises(ImportError, match="pip install"):
         operator._matmul(inputs(5, 1))
     assert RBF.keops is not None
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64])
+def test_gradients_by_alpha_of_long_lengthscales(dtype: torch.dtype) -> None:
+    check_gradients_by_alpha(KEOPS, dtype)
 
 
 def test_products_of_derivatives_are_those_of_tiles() -> None:

@@ -48,6 +48,27 @@ def dense(operator: RadialKernelLinearOperator) -> Tensor:
     return outputscale * (1 + q / (2 * alpha)) ** -alpha
 
 
+def check_gradients_by_alpha(products: KernelProducts, dtype: torch.dtype) -> None:
+    """For small u, u / (1 + u) - log(1 + u) loses digits, and its series -u^2 / 2 + 2 u^3 / 3 - ... does not."""
+    x = torch.linspace(0, 1, 20, dtype=torch.float64).exp().unsqueeze(-1) * torch.tensor([1.0, 0.0])
+    for lengthscale in (0.3, 1.0, 3.0, 10.0, 100.0, 1000.0):
+        scaled, alpha = (x / lengthscale).to(dtype), torch.ones(1, dtype=dtype, requires_grad=True)
+        operator = RadialKernelLinearOperator(
+            scaled, torch.ones((), dtype=dtype), alpha=alpha, function=RATIONAL_QUADRATIC, products=products
+        )
+        (found,) = torch.autograd.grad((operator @ torch.ones(20, 1, dtype=dtype)).sum(), alpha)
+        u = (scaled[:, :1].double() - scaled[:, 0].double()).square() / 2
+        series = sum((-1) ** (k + 1) * (1 - 1 / k) * u**k for k in range(2, 20))
+        difference = torch.where(u < 0.1, series, u / (1 + u) - u.log1p())
+        expected = (difference / (1 + u)).sum().reshape(1)
+        torch.testing.assert_close(found.double(), expected, rtol=100 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_by_alpha_of_long_lengthscales(dtype: torch.dtype) -> None:
+    check_gradients_by_alpha(SMALL_TILES, dtype)
+
+
 #: Distances in float32 from a GEMM, and derivatives whose parts cancel: over 200 seeds the worst entry of the conformance
 #: suite's gradients, which are of order 1, is off by 1e-5 in the median and 5e-5 at the most; in float64 by 1e-13.
 RADIAL_TOLERANCES = LinearOperatorTestCase.tolerances | {"matmul": {"rtol": 1e-3, "atol": 1e-4}}
