@@ -220,13 +220,19 @@ class _Matern52(_Matern):
         return self._from_exponents_(u, exponential), scratch
 
 
-def _small_difference() -> str:
-    """KeOps' u / (1 + u) - log(1 + u) without cancellation, for u < .1: log(1 + u) = 2 artanh z with z = u / (2 + u)."""
-    z = "{u} * Inv(IntCst(2) + {u})"
-    rest = "Inv(IntCst(11))"
+def _rational_quadratic_formulas() -> KeOpsFormulas:
+    # KeOps has no log1p, and log(1 + u) has lost the digits of a small u: there it is 2 artanh z with z = u / (2 + u).
+    z, rest = "{u} * Inv(IntCst(2) + {u})", "Inv(IntCst(11))"
     for odd in (9, 7, 5, 3):  # 1/3 + z^2/5 + z^4/7 + ...
         rest = f"(Inv(IntCst({odd})) + Square({z}) * {rest})"
-    return f"IntCst(-2) * Square({z}) * (Inv(IntCst(1) + {z}) + {z} * {rest})"
+    unless_small = "IfElse({{u}} - RatCst(1,10), {}, {})".format
+    logarithm = unless_small("Log(IntCst(1) + {u})", f"IntCst(2) * {z} * (IntCst(1) + Square({z}) * {rest})")
+    difference = unless_small(
+        "{u} * Inv(IntCst(1) + {u}) - Log(IntCst(1) + {u})",
+        f"IntCst(-2) * Square({z}) * (Inv(IntCst(1) + {z}) + {z} * {rest})",
+    )
+    value = f"Exp(-alpha * {logarithm})"
+    return KeOpsFormulas(value, f"RatCst(-1,2) * {value} * Inv(IntCst(1) + {{u}})", f"{value} * {difference}")
 
 
 @dataclass(frozen=True)
@@ -234,12 +240,7 @@ class _RationalQuadratic(RadialFunction):
     """(1 + q / (2 alpha))^-alpha."""
 
     derivative_factor = -0.5
-    keops = KeOpsFormulas(
-        "Exp(-alpha * Log(IntCst(1) + {u}))",
-        "RatCst(-1,2) * Exp(-alpha * Log(IntCst(1) + {u})) * Inv(IntCst(1) + {u})",
-        "Exp(-alpha * Log(IntCst(1) + {u})) * IfElse({u} - RatCst(1,10), "
-        f"{{u}} * Inv(IntCst(1) + {{u}}) - Log(IntCst(1) + {{u}}), {_small_difference()})",
-    )
+    keops = _rational_quadratic_formulas()
 
     def scale(self, alpha: Tensor) -> Tensor:
         return 0.5 / alpha.unsqueeze(-1)

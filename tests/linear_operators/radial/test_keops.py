@@ -382,6 +382,18 @@ def test_gradients_by_alpha_of_long_lengthscales(dtype: torch.dtype) -> None:
     check_gradients_by_alpha(KEOPS, dtype)
 
 
+def test_products_with_a_large_alpha() -> None:
+    """The logarithm of 1 + u is multiplied by alpha, and so is its rounding."""
+    x, v = torch.randn(2, 13, 2, generator=torch.Generator().manual_seed(0)).double()
+    alpha = torch.tensor([1e6]).double()
+    products = [
+        RadialKernelLinearOperator(x, torch.tensor(1.3).double(), alpha=alpha, function=RATIONAL_QUADRATIC, products=by)
+        @ v
+        for by in (KEOPS, KernelProducts(tile_size=8))
+    ]
+    torch.testing.assert_close(*products, rtol=0, atol=1e-13)
+
+
 def test_products_of_derivatives_are_those_of_tiles() -> None:
     x, v = torch.randn(2, 13, 2, generator=torch.Generator().manual_seed(0)).double()
     by_keops, by_tiles = (
