@@ -533,3 +533,14 @@ def test_a_batch_of_one_kernel_serves_all_functions() -> None:
         mll = LaplaceMarginalLogLikelihood(problem.likelihood, model, solver=LaplaceNewton(), generator=0)
         values.append(mll(model(problem.x), problem.y).reshape(()))
     torch.testing.assert_close(values[0], values[1], rtol=1e-3, atol=1e-3)
+
+
+def test_layers_of_chance_are_refused() -> None:
+    """Values would be noisy while their standard error is zero."""
+    problem = case("logit", n=15)
+    problem.model.dropout = torch.nn.Dropout(0.3)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, generator=0)
+    with pytest.raises(ValueError, match="The layer dropout, a Dropout in training mode"):
+        mll(problem.model(problem.x), problem.y)
+    problem.model.dropout.eval()
+    mll(problem.model(problem.x), problem.y)
