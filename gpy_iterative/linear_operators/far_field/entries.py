@@ -59,14 +59,16 @@ class RadialEntries:
         alpha = None if self.alpha is None else self.alpha.double()
         return RadialEntries(self.positions.double(), self._original, alpha)
 
-    def are_below(self, bound: float, distances: Tensor) -> Tensor:
-        """Whether entries at these distances [p], and beyond, are below a bound, [p]."""
-        scale = torch.as_tensor(self._original.scale(self.alpha), dtype=torch.float64, device=distances.device).reshape(
-            ()
-        )
-        u = distances.double().square().view(1, -1) * scale
+    def at_distances(self, distances: Tensor) -> Tensor:
+        """Entries at these distances, in float64."""
+        scale = torch.as_tensor(self._original.scale(self.alpha), dtype=torch.float64, device=distances.device)
+        u = distances.double().square().view(1, -1) * scale.reshape(())
         alpha = None if self.alpha is None else self.alpha.double()
-        return self._original.value_(u, torch.empty_like(u), alpha).view(-1) < bound
+        return self._original.value_(u, torch.empty_like(u), alpha).view(distances.shape)
+
+    def are_below(self, bound: float, distances: Tensor) -> Tensor:
+        """Whether entries at these distances, and beyond, are below a bound."""
+        return self.at_distances(distances) < bound
 
     def inputs(self, rows: Tensor) -> ScaledInputs:
         """Those of rows [b, m]."""

@@ -1,6 +1,5 @@
-"""Building of far fields, and their measured error."""
+"""Building of far fields."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field.entries import RadialEntries
 from gpy_iterative.linear_operators.far_field.levels import Levels, PairBlocks
+from gpy_iterative.linear_operators.far_field.measured import measured_error
 from gpy_iterative.linear_operators.far_field.plan import RANK_STEP, Plan, make_plan, with_measured_ranks
 from gpy_iterative.linear_operators.far_field.proxies import level_proxies
 from gpy_iterative.linear_operators.far_field.skeletons import skeletons
@@ -30,12 +30,12 @@ LOWER_AIM = 0.2
 #: Allowed miss of the second attempt: the rest is rounding, and tiles would take hours.
 MOST_MISSED = 10
 #: Proxies per skeleton point, and their least number: few derivative proxies may lie on one side.
-PROXIES_PER_POINT, LEAST_PROXIES = 5, 160
+PROXIES_PER_POINT, LEAST_PROXIES = 4, 160
+#: On levels of few nodes, more: there boxes are large, errors are largest, and it costs next to nothing.
+FEW_NODES, MORE_PROXIES = 32, 2
 #: Smallest error for which skeletons are not picked in halves.
 SMALLEST_AT_ONCE = 1e-6
 BATCH_NODES = ByDevice(cpu=128, accelerator=1024)
-#: Entries per level whose errors are measured.
-MEASURED_ENTRIES = 512
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FarField:
 
     Attributes:
         levels: near blocks and skeletons.
-        error: root mean square over `Plan.size`, measured on random far entries.
+        error: see `measured_error`.
     """
 
     levels: Levels
@@ -103,10 +103,14 @@ def build_levels(plan: Plan, entries: RadialEntries) -> Levels:
         PairBlocks(leaves.rows, inputs, pairs.near[:, ~is_same], is_diagonal=False, step=0),
     ]
     interpolations, points, in_halves = [], leaves.rows, plan.error < SMALLEST_AT_ONCE
-    proxies = level_proxies(plan.levels, plan.pairs, _num_proxies(max(plan.ranks[plan.top :], default=0)))
+    # Those of a node may be for all below it.
+    most = [max(plan.ranks[max(depth, plan.top) :], default=0) for depth in range(len(plan.levels))]
+    counts = [_num_proxies(rank, len(nodes)) for rank, nodes in zip(most, plan.levels, strict=True)]
+    proxies = level_proxies(entries.positions, plan.levels, plan.pairs, counts)
     for depth in range(len(plan.levels) - 1, plan.top - 1, -1):
         rank = min(plan.ranks[depth], points.shape[1])
-        picked, weights = _skeletons(double, points, proxies[depth].rows[:, : _num_proxies(rank)], rank, in_halves)
+        chosen = proxies[depth].rows[:, : _num_proxies(rank, len(points))]
+        picked, weights = _skeletons(double, points, chosen, rank, in_halves)
         interpolations.append(weights.to(entries.dtype))
         inputs, far = entries.inputs(picked), plan.pairs[depth].far
         parts.append(PairBlocks(picked, inputs, far, is_diagonal=False, step=len(interpolations)))
@@ -114,8 +118,8 @@ def build_levels(plan: Plan, entries: RadialEntries) -> Levels:
     return Levels(leaves.rows, leaves.is_own(), interpolations, [part for part in parts if part.pairs.shape[1]])
 
 
-def _num_proxies(rank: int) -> int:
-    return max(PROXIES_PER_POINT * rank, LEAST_PROXIES)
+def _num_proxies(rank: int, nodes: int) -> int:
+    return max(PROXIES_PER_POINT * rank, LEAST_PROXIES) * (MORE_PROXIES if nodes <= FEW_NODES else 1)
 
 
 def _skeletons(
@@ -133,43 +137,3 @@ def _skeletons(
     parts = shares(blocks(len(points), BATCH_NODES.on(points.device)), points.device)
     run([partial(pick, share) for share in parts])
     return picked, weights
-
-
-# Measured error
-
-
-def measured_error(plan: Plan, levels: Levels, entries: RadialEntries) -> float:
-    """Root mean square error of all entries over their size."""
-    generator = torch.Generator().manual_seed(3)
-    double, total = entries.double(), 0.0
-    for part in levels.parts:
-        if part.step:
-            errors = _errors(levels, part, double, generator)
-            nodes = plan.levels[len(plan.levels) - part.step]
-            total += 2 * part.pairs.shape[1] * nodes.size**2 * float(errors.square().mean())
-    return math.sqrt(total) / (len(entries) * plan.size)
-
-
-def _errors(levels: Levels, part: PairBlocks, entries: RadialEntries, generator: torch.Generator) -> Tensor:
-    """Errors of random far entries of one step, [p]."""
-    pairs, step = part.pairs, part.step
-    draw = lambda stop: torch.randint(stop, (MEASURED_ENTRIES,), generator=generator, device=generator.device).to(
-        pairs.device
-    )
-    chosen = pairs[:, draw(pairs.shape[1])]
-    sides = [_weights(levels, step, nodes, draw(2 ** (step - 1)), draw(levels.rows.shape[1])) for nodes in chosen]
-    (left, first), (right, second) = sides
-    at_skeletons = entries.blocks(*(entries.inputs(part.points[nodes]) for nodes in chosen))
-    found = (first.unsqueeze(1) @ at_skeletons @ second.unsqueeze(2)).flatten()
-    return found - entries.blocks(*(entries.inputs(rows.unsqueeze(1)) for rows in (left, right))).flatten()
-
-
-def _weights(levels: Levels, step: int, nodes: Tensor, leaf: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [p] by leaf and slot, and their weights [p, rank] at the node's skeleton."""
-    leaves = nodes * 2 ** (step - 1) + leaf
-    rows, weights = levels.rows[leaves, slot], levels.interpolations[0][leaves, :, slot].double()
-    for above, interpolation in enumerate(levels.interpolations[1:step], 1):
-        half = (leaves >> (above - 1)) % 2
-        of_half = interpolation.unflatten(2, (2, -1))[leaves >> above, :, half].double()
-        weights = (of_half @ weights.unsqueeze(2)).squeeze(2)
-    return rows, weights

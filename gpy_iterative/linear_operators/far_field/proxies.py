@@ -1,5 +1,10 @@
-"""Proxies: far rows on which a node's skeleton is chosen, with more near ones."""
+"""Proxies: far rows on which a node's skeleton is chosen, with more near ones.
 
+A smooth kernel's blocks live where two boxes nearly touch. Rows drawn uniformly from far boxes, which are often as large
+as the node, leave few there: a skeleton with as many points as these interpolates them, and misses the others.
+"""
+
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +17,9 @@ SMALLEST_GAP = 0.1
 #: Most dimensions that count for the weights: far fields pay in few. A power of all columns, most of them with long
 #: lengthscales, would leave only the nearest boxes, or overflow.
 MOST_DIMENSIONS = 3
+#: Rows of a far node that are drawn for a proxy: the nearest is taken.
+CANDIDATES = 3
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -27,26 +35,29 @@ class Proxies:
     have: Tensor
 
 
-def level_proxies(levels: list[Nodes], pairs: list[LevelPairs], count: int) -> list[Proxies]:
-    """Proxies of all nodes by level, the root first; any prefix may be used.
+def level_proxies(positions: Tensor, levels: list[Nodes], pairs: list[LevelPairs], counts: list[int]) -> list[Proxies]:
+    """Proxies of all nodes by level, the root first; any prefix may be used. Counts must not grow towards the leaves.
 
     Half of them come from far nodes on the node's level, and half from its parent.
     """
     generator = torch.Generator().manual_seed(2)
-    slots = torch.arange(count, device=levels[0].rows.device)
-    found = [Proxies(torch.zeros_like(slots).unsqueeze(0), torch.zeros_like(slots[:1], dtype=torch.bool))]
-    for nodes, level in zip(levels[1:], pairs[1:], strict=False):
-        own, has_own = _drawn(nodes, level, count, generator)
+    root = levels[0].rows.new_zeros(1, counts[0])
+    found = [Proxies(root, torch.zeros_like(root[0, :1], dtype=torch.bool))]
+    for nodes, level, count in zip(levels[1:], pairs[1:], counts[1:], strict=False):
+        own, has_own = _drawn(positions, nodes, level, count, generator)
+        slots = torch.arange(count, device=root.device)
         inherited, had = (of_parents.repeat_interleave(2, 0) for of_parents in (found[-1].rows, found[-1].have))
         # Odd slots are the node's own, even ones its parent's first half: slots have no order.
         mixed = torch.where(slots % 2 == 1, own, inherited[:, slots // 2])
         is_mixed, is_own = (has_own & had).unsqueeze(-1), (has_own & ~had).unsqueeze(-1)
-        rows = torch.where(is_mixed, mixed, torch.where(is_own, own, inherited))
+        rows = torch.where(is_mixed, mixed, torch.where(is_own, own, inherited[:, :count]))
         found.append(Proxies(rows, has_own | had))
     return found
 
 
-def _drawn(nodes: Nodes, level: LevelPairs, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _drawn(
+    positions: Tensor, nodes: Nodes, level: LevelPairs, count: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Rows [nodes, count] from far nodes on this level, and which nodes have any."""
     device = nodes.rows.device
     node, partner = torch.cat([level.far, level.far.flip(0)], dim=1)
@@ -58,18 +69,35 @@ def _drawn(nodes: Nodes, level: LevelPairs, count: int, generator: torch.Generat
     ends = sizes.cumsum(0)
     totals = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
     low, high = totals[ends - sizes].unsqueeze(-1), totals[ends].unsqueeze(-1)
-    uniform = torch.rand(2, len(nodes), count, generator=generator, device=generator.device, dtype=torch.float64).to(
-        device
-    )
-    drawn = torch.searchsorted(totals, low + uniform[0] * (high - low), right=True) - 1
+    # Multiples of the golden ratio: any prefix gives every far node its share; independent draws leave out some.
+    start = torch.rand(len(nodes), 1, generator=generator, device=generator.device, dtype=torch.float64).to(device)
+    uniform = (start + GOLDEN_RATIO * torch.arange(count, device=device)) % 1
+    drawn = torch.searchsorted(totals, low + uniform * (high - low), right=True) - 1
     has_own = sizes > 0
     if not len(partner):
         return nodes.rows[:, :1].expand(-1, count), has_own
     last = (ends - 1).clamp_min(0).unsqueeze(-1)
     drawn = torch.minimum(drawn, last).clamp_min_(0)
     chosen = partner[torch.maximum(drawn, torch.minimum((ends - sizes).unsqueeze(-1), last))]
-    slot = (uniform[1] * nodes.counts[chosen]).long()
-    return nodes.rows[chosen, slot], has_own
+    return _nearest(positions, nodes, chosen, generator), has_own
+
+
+def _nearest(positions: Tensor, nodes: Nodes, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    """The row nearest to each node's box of a few of each chosen node, [nodes, count]."""
+    columns = positions.mT.contiguous()
+    found, least = torch.zeros_like(chosen), positions.new_full(chosen.shape, torch.inf)
+    counts = nodes.counts[chosen]
+    for _ in range(CANDIDATES):
+        uniform = torch.rand(chosen.shape, generator=generator, device=generator.device, dtype=torch.float64)
+        rows = nodes.rows[chosen, (uniform.to(chosen.device) * counts).long()]
+        squares = torch.zeros_like(least)
+        for column, low, high in zip(columns, nodes.low.unbind(1), nodes.high.unbind(1), strict=True):
+            values = column[rows]
+            outside = values - torch.clamp(values, low.unsqueeze(1), high.unsqueeze(1))
+            squares.addcmul_(outside, outside)
+        is_nearer = squares < least
+        found, least = torch.where(is_nearer, rows, found), torch.where(is_nearer, squares, least)
+    return found
 
 
 def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.Generator) -> Proxies:

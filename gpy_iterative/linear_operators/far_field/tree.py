@@ -47,8 +47,12 @@ class Nodes:
 
     def gaps(self, left: Tensor, right: Tensor) -> Tensor:
         """Distances between boxes, for pairs of node numbers [p]; 0 where they touch."""
-        first, last = torch.maximum(self.low[left], self.low[right]), torch.minimum(self.high[left], self.high[right])
-        return (first - last).clamp_min_(0).norm(dim=-1)
+        return box_gaps(self.low[left], self.high[left], self.low[right], self.high[right])
+
+
+def box_gaps(low: Tensor, high: Tensor, other_low: Tensor, other_high: Tensor) -> Tensor:
+    """Distances between boxes with corners [..., d], [...]; a point is a box, too."""
+    return (torch.maximum(low, other_low) - torch.minimum(high, other_high)).clamp_min_(0).norm(dim=-1)
 
 
 def balanced_tree(x: Tensor, depth: int) -> Iterator[Nodes]:
