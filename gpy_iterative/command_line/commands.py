@@ -24,11 +24,8 @@ from gpy_iterative.prediction import PathwisePosterior
 
 #: Exit code of a process that Ctrl-C ended, as shells give it.
 INTERRUPTED = 130
-#: Up to here float64 is cheap, and a start from subsets does not pay.
+#: Up to here a start from subsets does not pay.
 ROWS_OF_CHEAP_STEPS = 20_000
-#: With so few inputs products use a far field, and float64 takes 1.6 times as long as float32, up to so many rows with
-#: less than 8 GB. Smooth functions need it.
-FEW_INPUTS, MOST_ROWS_IN_FLOAT64 = 3, 100_000
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -69,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     add("--drop-incomplete", action="store_true", help="leave out rows with missing values")
     add("--seed", type=int, default=0, metavar="N", help="for the choice of the held-out tenth (0)")
     add("--max-steps", type=int, metavar="N", help="of the fit, which stops by itself (30)")
-    add("--double", action="store_true", help="float64 for many rows, too: slower, for data with little noise")
+    add("--double", action="store_true", help="float64 also where rounding hardly matters: slower")
     add("--checkpoint", type=Path, metavar="FILE", help="written after each step; the same command goes on from it")
     add("--plot", type=Path, metavar="FILE", help="picture of held-out rows and their predictions (.png, .pdf, .svg)")
 
@@ -115,7 +112,7 @@ def fit_table(
     kept, held_out = split(len(data.targets), seed)
     print(*data_lines(data, len(kept)), sep="\n")
 
-    dtype = torch.float64 if double else suited_dtype(len(kept), data.inputs.shape[-1])
+    dtype = torch.float64 if double else torch.float32
     model = TableModel.of(data.columns, target, data.inputs[kept], data.targets[kept], dtype)
     mll = HutchinsonMarginalLogLikelihood(model.regression.likelihood, model.regression, generator=0)
     result = fitted(mll, max_steps, checkpoint)
@@ -139,11 +136,6 @@ def show_note(message: Warning | str, category: type[Warning], *_: object, **__:
             f"{text.partition('. ')[0]}. Scores on held-out rows tell what the model is worth; fit --double may help."
         )
     print(f"note: {text}", file=sys.stderr)
-
-
-def suited_dtype(rows: int, inputs: int) -> torch.dtype:
-    limit = MOST_ROWS_IN_FLOAT64 if inputs <= FEW_INPUTS else ROWS_OF_CHEAP_STEPS
-    return torch.float64 if rows <= limit else torch.float32
 
 
 def split(n: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 #: Probes of the log-determinant's quadrature; only the value uses them.
 NUM_LOGDET_PROBES = 4
 #: Nats that rounding in float32 may move the value, see `TrainingSystem.is_rounded`.
-ROUNDING_IN_TRAINING = 2.0
+ROUNDING_IN_TRAINING = 0.5
 
 
 @dataclass(frozen=True)

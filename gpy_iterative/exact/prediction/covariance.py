@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from linear_operator import LinearOperator, to_linear_operator
+from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
-from gpy_iterative.exact.prediction.blocks import row_block, row_group
+from gpy_iterative.exact.prediction.blocks import converted, row_block, row_group
 from gpy_iterative.exact.prediction.projection import Projection
 from gpy_iterative.training.progress import Progress, reporting
 
@@ -85,10 +86,10 @@ class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):
 
     def _diagonal(self) -> Tensor:
         projection = self.source.projection()
-        prior_variance = self.test_test.diagonal(dim1=-2, dim2=-1)
+        prior_variance = self._prior(projection).diagonal(dim1=-2, dim2=-1)
         size, length = self.test_train.shape[-2], self._chunk_length(projection)
         if size <= length:
-            return projection.variance(prior_variance, self.test_train)
+            return projection.variance(prior_variance, self.test_train).to(self.dtype)
         # A list of points for a batch is reshaped at the end.
         flat = prior_variance.reshape(*self.test_train.batch_shape, size)
         parts = []
@@ -97,10 +98,16 @@ class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):
                 rows = slice(start, min(start + length, size))
                 parts.append(projection.variance(flat[..., rows], row_block(self.test_train, rows)))
                 tell(rows.stop, {})
-        return torch.cat(parts, dim=-1).reshape(prior_variance.shape)
+        return torch.cat(parts, dim=-1).reshape(prior_variance.shape).to(self.dtype)
 
     def _evaluated(self) -> Tensor:
-        return self.source.projection().covariance(self.test_test.to_dense(), self.test_train)
+        projection = self.source.projection()
+        return projection.covariance(self._prior(projection).to_dense(), self.test_train).to(self.dtype)
+
+    def _prior(self, projection: Projection) -> LinearOperator:
+        """K(x, x), whose dtype says how exact K(x, X) is: GPyTorch's evaluated block stays as rounded as it is."""
+        is_evaluated = isinstance(self.test_train, DenseLinearOperator)
+        return self.test_test if is_evaluated else converted(self.test_test, projection.basis.dtype)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         whole = all(isinstance(index, slice) and index == slice(None) for index in batch_indices)

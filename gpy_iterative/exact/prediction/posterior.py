@@ -232,9 +232,9 @@ class PathwisePosterior:
         with torch.no_grad():
             joint = self._joint(snapshot, solves, points)
             _, covariance = self.condition(solves, joint.mean, joint.test_test, joint.test_train)
-            prior_variance = joint.test_test.diagonal(dim1=-2, dim2=-1)
-            cross = converted(joint.test_train, solves.weights.dtype).to_dense()
-            exact = solved_variance(solves.system, solves.projection(), prior_variance, cross)
+            test_test, test_train = (converted(b, solves.weights.dtype) for b in (joint.test_test, joint.test_train))
+            prior_variance = test_test.diagonal(dim1=-2, dim2=-1)
+            exact = solved_variance(solves.system, solves.projection(), prior_variance, test_train.to_dense())
             error = VarianceError.between(covariance.diagonal(dim1=-2, dim2=-1), exact)
         if error.median > LARGE_VARIANCE_ERROR:
             rank, neighbours = self._recipe.sizes_for(solves.system.operator)
