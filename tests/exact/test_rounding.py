@@ -148,6 +148,32 @@ def test_new_observations_keep_the_precision() -> None:
     torch.testing.assert_close(found.variance.double(), exact.variance, rtol=0.001, atol=0)
 
 
+@pytest.mark.parametrize("kernel", ["rbf"])
+def test_covariances_of_points_are_those_of_the_model_in_float64(kernel: str) -> None:
+    """K(x, x) of another rounding than K(x, X) made them indefinite, with samples of twice the variance."""
+    kernels = gpytorch.kernels
+    made = {
+        "rbf": kernels.RBFKernel,
+        "sum": lambda: kernels.RBFKernel() + kernels.LinearKernel(),
+        "linear": kernels.LinearKernel,
+    }[kernel]
+    points, found = torch.rand(20, 2, generator=torch.Generator().manual_seed(1)).mul(3), []
+    for dtype in (torch.float32, torch.float64):
+        model = smooth_function(torch.float32, 1e-4)
+        model.covar_module.base_kernel = made()
+        assert model.train_inputs is not None
+        assert model.train_targets is not None
+        x, y = model.train_inputs[0].to(dtype), model.train_targets.to(dtype)
+        model.to(dtype).set_train_data(x, y, strict=False)
+        posterior = gpi.prediction.PathwisePosterior(model, model.likelihood)
+        whole = posterior(points.to(dtype)).covariance_matrix.double()
+        pairs = posterior(points.to(dtype).view(10, 2, 2)).covariance_matrix.double()
+        found.append((whole, pairs))
+    for covariance, exact in zip(*found, strict=True):
+        deviation = exact.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
+        assert ((covariance - exact) / (deviation @ deviation.mT)).abs().max() < 1e-3
+
+
 def test_too_many_rows_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = to_linear_operator(20 * torch.ones(N, N))
     system = TrainingSystem(None, NoisyLinearOperator(kernel, torch.full((N,), 1e-4)), torch.zeros(N), None)  # type: ignore[arg-type]

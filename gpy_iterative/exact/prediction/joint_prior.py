@@ -7,6 +7,12 @@ import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator, to_linear_operator
+from linear_operator.operators import (
+    BlockInterleavedLinearOperator,
+    ConstantMulLinearOperator,
+    KroneckerProductLinearOperator,
+    SumLinearOperator,
+)
 from torch import Tensor
 
 from gpy_iterative.checks import check_autocast, check_finite, check_same_kind
@@ -14,7 +20,16 @@ from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.training.training_system import prior_at, unexpanded
+
+#: Operators with the same parts in both blocks.
+_COMPOSITIONS = (
+    BlockInterleavedLinearOperator,
+    ConstantMulLinearOperator,
+    KroneckerProductLinearOperator,
+    SumLinearOperator,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +69,7 @@ def joint_prior(
     test_train, test_test = covariance_blocks(covariance, size, once)
     mean = joint.loc[..., size:]
     if is_list:
-        test_test = kernel_operator(prior_at(model, inputs).lazy_covariance_matrix, once)
+        test_test = _rounded_as(test_train, kernel_operator(prior_at(model, inputs).lazy_covariance_matrix, once))
         mean = mean.reshape(*batch, num_test * outputs)
     else:
         batch = torch.broadcast_shapes(batch_shape, joint.batch_shape)
@@ -120,7 +135,22 @@ def covariance_blocks(
         return kernel[..., size:, :size], NoisyLinearOperator(kernel[..., size:, size:], jitter)
     # GPyTorch's lazy blocks first, then operators: this keeps Kronecker structure.
     blocks = covariance[..., size:, :size], covariance[..., size:, size:]
-    return kernel_operator(blocks[0], products), kernel_operator(blocks[1], products)
+    test_train, test_test = (kernel_operator(block, products) for block in blocks)
+    return test_train, _rounded_as(test_train, test_test)
+
+
+def _rounded_as(test_train: LinearOperator, test_test: LinearOperator) -> LinearOperator:
+    """K(x, x) at the scaled inputs of K(x, X), which a centre of its own would round otherwise."""
+    if isinstance(test_test, NoisyLinearOperator):
+        return NoisyLinearOperator(_rounded_as(test_train, test_test.kernel), test_test.noise)
+    if isinstance(test_test, RadialKernelLinearOperator) and isinstance(test_train, RadialKernelLinearOperator):
+        same = test_train.x1.numel() == test_test.x1.numel()
+        return test_test.at(test_train.x1.reshape(test_test.x1.shape)) if same else test_test
+    if type(test_test) is type(test_train) and isinstance(test_test, _COMPOSITIONS):
+        pairs = zip(test_train._args, test_test._args, strict=True)
+        parts = [_rounded_as(*pair) if isinstance(pair[0], LinearOperator) else pair[1] for pair in pairs]
+        return type(test_test)(*parts, **test_test._kwargs)
+    return test_test
 
 
 def _expanded(operator: LinearOperator, batch: torch.Size) -> LinearOperator:

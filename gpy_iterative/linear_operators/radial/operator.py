@@ -96,6 +96,10 @@ class RadialKernelLinearOperator(TiledLinearOperator):
             batch = torch.broadcast_shapes(batch, self.alpha.shape[:-1])
         return torch.Size((*batch, self.x1.shape[-2], columns.shape[-2]))
 
+    def at(self, x1: Tensor) -> LinearOperator:
+        """The symmetric kernel at other scaled inputs."""
+        return self._rebuild(x1, self.outputscale, None, self.alpha)
+
     def _rebuild(self, x1: Tensor, outputscale: Tensor, x2: Tensor | None, alpha: Tensor | None) -> LinearOperator:
         """The kernel on other tensors, with its own cache and, for batches, tiles only."""
         products = replace(self.products, far_field=None) if self._is_batched else self.products
