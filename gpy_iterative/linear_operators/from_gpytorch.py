@@ -21,6 +21,7 @@ from linear_operator.operators import (
     DiagLinearOperator,
     KroneckerProductLinearOperator,
     MaskedLinearOperator,
+    RootLinearOperator,
     SumLinearOperator,
 )
 from torch import Tensor
@@ -238,6 +239,11 @@ def _times(operator: LinearOperator, constant: Tensor) -> LinearOperator:
     batch = torch.broadcast_shapes(operator.batch_shape, constant.shape)
     if batch != operator.batch_shape:
         operator = operator.expand(*batch, *operator.matrix_shape)  # linear_operator would multiply dense matrices
+    if isinstance(operator, SumLinearOperator):
+        return SumLinearOperator(*(_times(part, constant) for part in operator.linear_ops))
+    if isinstance(operator, RootLinearOperator):
+        # linear_operator would round a multiple of the root; K(x, X) has none and would round otherwise.
+        return ConstantMulLinearOperator(operator, constant)
     return operator * constant.unsqueeze(-1).unsqueeze(-1)
 
 

@@ -148,7 +148,7 @@ def test_new_observations_keep_the_precision() -> None:
     torch.testing.assert_close(found.variance.double(), exact.variance, rtol=0.001, atol=0)
 
 
-@pytest.mark.parametrize("kernel", ["rbf"])
+@pytest.mark.parametrize("kernel", ["rbf", "sum", "linear"])
 def test_covariances_of_points_are_those_of_the_model_in_float64(kernel: str) -> None:
     """K(x, x) of another rounding than K(x, X) made them indefinite, with samples of twice the variance."""
     kernels = gpytorch.kernels
