@@ -174,6 +174,34 @@ def test_covariances_of_points_are_those_of_the_model_in_float64(kernel: str) ->
         assert ((covariance - exact) / (deviation @ deviation.mT)).abs().max() < 1e-3
 
 
+def test_exact_observations_make_a_posterior_float64() -> None:
+    model = smooth_function(torch.float32, 0.1)
+    assert model.train_inputs is not None
+    assert model.train_targets is not None
+    x = torch.rand(30, 2, generator=torch.Generator().manual_seed(1)).mul(3)
+    points = torch.rand(20, 2, generator=torch.Generator().manual_seed(2)).mul(3)
+    solver, found = gpi.solvers.ConjugateGradients(tolerance=1e-5), []
+    for dtype in (torch.float32, torch.float64):
+        likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.full((N,), 0.3, dtype=dtype))
+        data = (model.train_inputs[0].to(dtype), model.train_targets.to(dtype))
+        kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+        kernel.outputscale = 20.0
+        regression = Regression(*data, likelihood, kernel).to(dtype)
+        posterior = gpi.prediction.PathwisePosterior(regression, likelihood, solver=solver, exact_below=0, rank=150)
+        posterior(points.to(dtype)).variance  # noqa: B018, it makes the projection that could be extended
+        posterior.sample_paths(2)
+        noise = torch.full((30,), 1e-4, dtype=dtype)
+        more = posterior.condition_on_observations(x.to(dtype), x.sin().sum(-1).to(dtype), noise=noise)
+        assert more.solves.system.operator.dtype == torch.float64
+        assert more.report.status is gpi.solvers.SolveStatus.CONVERGED
+        paths = more.sample_paths(2)
+        assert ((paths(x.to(dtype)) - x.sin().sum(-1)).abs() < 0.05).all()
+        found.append(more(points.to(dtype)))
+    prediction, exact = found
+    assert ((prediction.mean - exact.mean) / exact.stddev).abs().max() < 0.01
+    assert ((prediction.variance / exact.variance).log().abs() < 0.2).all()
+
+
 def test_too_many_rows_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = to_linear_operator(20 * torch.ones(N, N))
     system = TrainingSystem(None, NoisyLinearOperator(kernel, torch.full((N,), 1e-4)), torch.zeros(N), None)  # type: ignore[arg-type]

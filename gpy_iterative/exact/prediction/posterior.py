@@ -317,7 +317,8 @@ class PathwisePosterior:
         model, likelihood = snapshot.model, snapshot.likelihood
         params, kwargs = self._params.current(model), self._params.current_kwargs(model)
         system = training_system(model, likelihood, params, self._products, kwargs)
-        if self._needs_float64(system) if known is None else known.system.operator.dtype == torch.float64:
+        was_in_float64 = known is not None and known.system.operator.dtype == torch.float64
+        if was_in_float64 or self._needs_float64(system):
             system = system.in_float64()
         solver = prediction_solver(system) if self._solver is None else self._solver
         solves = TrainingSolves(

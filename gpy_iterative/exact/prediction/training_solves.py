@@ -135,10 +135,11 @@ class TrainingSolves:
             self.draws = None if draws is None else draws.for_system(system)
             guess, num_known = _fitting(initial_weights, system), None
         else:
-            self.draws = None if known.draws is None else known.draws.extended(system, seed)
-            if has_grown_from(known.system, system):
+            self.draws = None if known.draws is None else known.draws.extended(system, seed).for_system(system)
+            # A factor or projection in float32 is too rounded for a system that needs float64.
+            if known.system.operator.dtype == system.operator.dtype and has_grown_from(known.system, system):
                 self._carry_over(known)
-            guess = padded(known.start.unsqueeze(-1), system.residual.shape).squeeze(-1)
+            guess = padded(known.start.unsqueeze(-1), system.residual.shape).squeeze(-1).to(system.residual)
             num_known = known.system.operator.shape[-1]
         self._solution, self.status, self.stats = self._solve(
             system.residual.unsqueeze(-1), None if guess is None else guess.unsqueeze(-1), num_known
