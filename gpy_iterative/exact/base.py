@@ -201,7 +201,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return posterior
 
     def _needs_float64(self, system: TrainingSystem) -> bool:
-        return False
+        # A run that has been in float64 stays there.
+        return self._run.is_in_float64(system.operator) or system.is_rounded(ROUNDING_IN_TRAINING)
 
     def _description(self) -> StateDescription:
         return StateDescription.of(self, {name: getattr(self, name) for name in self._described})
@@ -271,9 +272,8 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return size <= EXACT_BELOW if self.solver is None else isinstance(self.solver, Cholesky)
 
     def _needs_float64(self, system: TrainingSystem) -> bool:
-        # Rounded entries are the only error of a dense factor. A run that has been in float64 stays there.
-        has_been = self._run.is_in_float64(system.operator)
-        return self._has_dense_factor(system.operator.shape[-1]) or has_been or system.is_rounded(ROUNDING_IN_TRAINING)
+        # Rounded entries are the only error of a dense factor.
+        return self._has_dense_factor(system.operator.shape[-1]) or super()._needs_float64(system)
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
         operator, residual = system.operator, system.residual
