@@ -66,6 +66,9 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
                 "batch dimensions must broadcast."
             ) from error
     advice = f"Use target.to('{mean.device}', {mean.dtype}), or convert model and inputs."
+    kinds = {(x.dtype, x.device) for x in model.train_inputs or ()}
+    if target.is_floating_point() and kinds == {(target.dtype, target.device)}:
+        advice = f"The inputs are like the target: use model.to('{target.device}', {target.dtype})."
     check_same_kind("The model's output", mean, "the target", target, advice)
 
 

@@ -95,17 +95,20 @@ def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Te
             raise ValueError(
                 f"The inputs must be tensors, got {type(x).__name__}: convert them with torch.as_tensor(...)."
             )
-    inputs = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
-    for x, known in zip(inputs, train, strict=True):
+    columns = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
+    for given, x, known in zip(inputs, columns, train, strict=True):
         if x.shape[-1:] != known.shape[-1:]:
-            raise ValueError(
-                f"Inputs of shape {tuple(x.shape)} do not fit the training inputs {tuple(known.shape)}: pass the same "
-                "columns."
+            remedy = (
+                "for one point use x.unsqueeze(0)." if given.shape == known.shape[-1:] else "pass the same columns."
             )
-        check_same_kind("An input tensor", x, "the training inputs", known)
+            raise ValueError(
+                f"Inputs of shape {tuple(given.shape)} do not fit the training inputs {tuple(known.shape)}: {remedy}"
+            )
+        advice = f"Use x.to('{known.device}', {known.dtype})."
+        check_same_kind("An input tensor", x, "the training inputs", known, advice)
         if x.is_floating_point():
             check_finite("x", x)
-    return inputs
+    return columns
 
 
 def graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:

@@ -372,7 +372,9 @@ def test_bad_test_inputs() -> None:
         posterior(x[:, :2])
     with pytest.raises(ValueError, match=r"\(\) do not fit the training inputs"):
         posterior(x[0, 0])
-    with pytest.raises(ValueError, match="dtype"):
+    with pytest.raises(ValueError, match=r"\(3,\) do not fit.*for one point use x\.unsqueeze\(0\)"):
+        posterior(x[0])
+    with pytest.raises(ValueError, match=r"float32.*float64.*Use x\.to\('cpu', torch\.float64\)"):
         posterior(x.float())
     with pytest.raises(ValueError, match="takes 1 input tensor"):
         posterior(x, x)
