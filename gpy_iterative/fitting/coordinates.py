@@ -117,7 +117,7 @@ def _kind(constraint: Interval | None) -> Kind:
     if constraint is None:
         return "identity"
     low, high = float(constraint.lower_bound.min()), float(constraint.upper_bound.max())
-    if low >= 0:
+    if low >= 0:  # Interval(0, b) too: a logit's curvature vanishes at its ends
         return "log"
     return "logit" if math.isfinite(low) and math.isfinite(high) else "identity"
 

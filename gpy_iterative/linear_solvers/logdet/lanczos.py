@@ -253,6 +253,7 @@ class _Lanczos:
         error = (upper - lower).mean(-1).abs() / BRACKET_PARTS
         # The bracket is too optimistic in hard systems, and absent without a floor.
         change = torch.full_like(error, torch.inf) if before is None else (self._judged - before).mean(-1).abs()
+        # The spread of so few samples is often too small: of trace log(M)^2, which the rules know.
         variance = 2 * (squares.mean(-1) - samples.mean(-1).square() / self._num_signs).clamp_min(0)
         sem = (variance / samples.shape[-1]).sqrt()
         return _Found(samples, error.maximum(change), sem)
