@@ -20,10 +20,12 @@ from dataclasses import dataclass
 import torch
 from linear_operator import LinearOperator
 from linear_operator.utils.cholesky import psd_safe_cholesky
+from linear_operator.utils.errors import NotPSDError
 from torch import Tensor
 from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count
+from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.exact.prediction.local_part import LocalPart, Neighbours
 from gpy_iterative.linear_operators.extensions import far_field_error
@@ -189,7 +191,18 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
         gram += left.mT.double() @ right.double()
     if basis.shape[-1]:
         gram.diagonal().add_(_rounding(product / gram.diagonal().sqrt().to(product)))
-    lower = psd_safe_cholesky(0.5 * (gram + gram.mT))
+    try:
+        lower = psd_safe_cholesky(0.5 * (gram + gram.mT))
+    except NotPSDError as error:
+        error_of_far_field = far_field_error(operator)
+        cause = (
+            "Keep the noise away from zero (a noise constraint), use float64, or check the kernel."
+            if error_of_far_field is None
+            else f"Its far field has a relative error of {error_of_far_field:.0e}: use KernelProducts(far_field=None)."
+        )
+        raise NotPositiveDefiniteError(
+            f"The kernel matrix with noise is not positive definite, so there are no predictive variances. {cause}"
+        ) from error
     return _solve_right_(basis, lower), _solve_right_(product, lower)
 
 

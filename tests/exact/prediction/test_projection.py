@@ -9,7 +9,7 @@ from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 import gpy_iterative as gpi
-from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.exact.prediction import local_part
 from gpy_iterative.exact.prediction import projection as projection_module
 from gpy_iterative.exact.prediction.projection import Projection, ProjectionRecipe, exact_projection
@@ -167,6 +167,19 @@ def test_entries_that_are_not_finite_raise() -> None:
     operator.kernel.to_dense().mul_(torch.nan)
     with pytest.raises(NonFiniteError, match="hyperparameters"):
         projection.variance(prior.diagonal(), cross)
+
+
+@pytest.mark.filterwarnings("ignore:A not p.d.")
+def test_a_matrix_that_is_not_positive_definite_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, _, _ = system()
+    gram = torch.eye(20, dtype=torch.float64)
+    gram[0, 1] = gram[1, 0] = 1.5
+    monkeypatch.setattr(operator, "_matmul", lambda basis: basis @ gram)  # as of a crude far field
+    with pytest.raises(NotPositiveDefiniteError, match=r"no predictive variances\. Keep the noise away from zero"):
+        ProjectionRecipe(rank=20).build(operator)
+    monkeypatch.setattr(projection_module, "far_field_error", lambda _: 1e-7)
+    with pytest.raises(NotPositiveDefiniteError, match=r"error of 1e-07: use KernelProducts\(far_field=None\)"):
+        ProjectionRecipe(rank=20).build(operator)
 
 
 def test_a_prior_of_zero_has_no_variance() -> None:
