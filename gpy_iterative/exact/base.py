@@ -140,6 +140,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         )
         if self._needs_float64(system):
             system = system.in_float64()
+        system = system.with_suited_products()
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():  # later steps cannot use inference tensors of the run
             operator = system.operator.clone() if is_inference else system.operator

@@ -216,6 +216,11 @@ def native_precision(operator: LinearOperator) -> LinearOperator:
     return _converted(operator, "native_precision", lambda tensor: tensor)
 
 
+def without_automatic_far_field(operator: LinearOperator) -> LinearOperator:
+    """The operator with tiles where `far_field="auto"` might take a far field; it shares tensors and gradients."""
+    return _converted(operator, "without_automatic_far_field", lambda tensor: tensor)
+
+
 def in_float64(operator: LinearOperator, *, keeps_tiles: bool = True) -> LinearOperator:
     """The operator in float64, with the graph to the same tensors and its own tile cache.
 

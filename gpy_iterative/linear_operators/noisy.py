@@ -89,13 +89,17 @@ class NoisyLinearOperator(LinearOperator):
         return self.kernel.to_dense() + torch.diag_embed(self.noise)
 
     @torch.no_grad()
+    def signal_to_noise(self) -> Tensor:
+        """The mean of H_ii / noise_i, [*b] in float64."""
+        noise = self.noise.double()
+        return ((self.kernel._diagonal() + noise) / noise).mean(-1)
+
     def rounding(self) -> Tensor:
         """Error of -2 log N(y; 0, H) from rounding K, [*b] in float64; per datum, products' errors as a part of the noise.
 
         A relative error eps of K's entries is one of eps K_ii / noise in eigenvalues as small as the noise.
         """
-        noise = self.noise.double()
-        return torch.finfo(self.dtype).eps * ((self.kernel._diagonal() + noise) / noise).sum(-1)
+        return torch.finfo(self.dtype).eps * self.shape[-1] * self.signal_to_noise()
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
         """See `extensions.rows_matmul`."""

@@ -14,16 +14,19 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.extensions import in_float64
+from gpy_iterative.linear_operators.extensions import in_float64, without_automatic_far_field
+from gpy_iterative.linear_operators.far_field.far_field import automatic_tolerance
 from gpy_iterative.linear_operators.from_gpytorch import flat_targets, noisy_operator, observed_data
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
-from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.products import FAR_FIELD_ROWS, KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 #: Rows up to which a float32 model is computed in float64 where it needs that: far fields then become finer, too.
 MOST_ROWS_IN_FLOAT64 = 100_000
+#: Rows up to which tiles replace an automatic far field that is too crude; solves with more rows say so by their status.
+MOST_ROWS_IN_TILES = 20_000
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,19 @@ class TrainingSystem:
         if self.operator.dtype == torch.float64:
             return self
         return replace(self, operator=in_float64(self.operator), residual=self.residual.double())
+
+    def with_suited_products(self) -> "TrainingSystem":
+        """With tiles where the errors of an automatic far field would exceed the noise, and n^2 is affordable."""
+        operator, size = self.operator, self.operator.shape[-1]
+        if size > MOST_ROWS_IN_TILES or not isinstance(operator, NoisyLinearOperator):
+            return self
+        if size < FAR_FIELD_ROWS.on(operator.device):
+            return self
+        # Of a product, like rounding: independent errors of the entries grow with the root of their number.
+        errors = automatic_tolerance(size, operator.dtype) * size**0.5 * operator.signal_to_noise()
+        if not bool((errors > 1).any()):
+            return self
+        return replace(self, operator=without_automatic_far_field(operator))
 
     def terms(self) -> list[KernelTerm]:
         """The kernels at the observed inputs. Raises SpectralDensityMissingError if the prior is no sum of kernels."""

@@ -10,7 +10,10 @@ from linear_operator import to_linear_operator
 from torch import Tensor
 
 import gpy_iterative as gpi
+from gpy_iterative.linear_operators.extensions import far_field_error
+from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.training import training_system
 from gpy_iterative.training.training_system import TrainingSystem
 from tests.exact.gaussian_models import Regression
@@ -234,6 +237,24 @@ def test_too_many_rows_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not system.in_float64().is_rounded(0.5)
     monkeypatch.setattr(training_system, "MOST_ROWS_IN_FLOAT64", N - 1)
     assert not system.is_rounded(0.5)
+
+
+def test_tiles_replace_an_automatic_far_field_whose_errors_exceed_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trend of large outputscale beside a short lengthscale: INDEFINITE, means 24 standard deviations off."""
+    x = torch.rand(4100, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=2.5)).double()
+    kernel.outputscale, kernel.base_kernel.lengthscale = 100.0, 0.05
+
+    def system(noise: float, far_field: Any = "auto") -> TrainingSystem:
+        operator = kernel_operator(kernel(x), KernelProducts(far_field=far_field)).detach()
+        noisy = NoisyLinearOperator(operator, torch.full((len(x),), noise, dtype=torch.float64))
+        return TrainingSystem(None, noisy, torch.zeros(len(x)), None).with_suited_products()  # type: ignore[arg-type]
+
+    assert far_field_error(system(1.0).operator) is not None
+    assert far_field_error(system(1e-4).operator) is None
+    assert far_field_error(system(1e-4, 1e-7).operator) is not None
+    monkeypatch.setattr(training_system, "MOST_ROWS_IN_TILES", 4099)
+    assert far_field_error(system(1e-4).operator) is not None
 
 
 @pytest.mark.slow

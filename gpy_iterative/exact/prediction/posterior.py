@@ -320,6 +320,7 @@ class PathwisePosterior:
         was_in_float64 = known is not None and known.system.operator.dtype == torch.float64
         if was_in_float64 or self._needs_float64(system):
             system = system.in_float64()
+        system = system.with_suited_products()
         solver = prediction_solver(system) if self._solver is None else self._solver
         solves = TrainingSolves(
             system,

@@ -55,7 +55,7 @@ class FarField:
 def far_field(entries: RadialEntries, wanted: float | Literal["auto"]) -> FarField | None:
     """The far field of a symmetric matrix; None where it does not pay or two attempts miss its tolerance by far."""
     n = len(entries)
-    tolerance = _automatic_tolerance(n, entries.dtype) if wanted == "auto" else wanted
+    tolerance = automatic_tolerance(n, entries.dtype) if wanted == "auto" else wanted
     part = AUTO_PART.on(entries.device) if wanted == "auto" else GIVEN_PART
     limit = part * n**2 / 2
     plan = make_plan(entries, tolerance, limit)
@@ -71,7 +71,8 @@ def far_field(entries: RadialEntries, wanted: float | Literal["auto"]) -> FarFie
     return second if second.error <= MOST_MISSED * tolerance else None
 
 
-def _automatic_tolerance(n: int, dtype: torch.dtype) -> float:
+def automatic_tolerance(n: int, dtype: torch.dtype) -> float:
+    """The tolerance of `KernelProducts(far_field="auto")` for n rows."""
     part, smallest = (FLOAT64_PART, SMALLEST_IN_FLOAT64) if dtype == torch.float64 else (1.0, SMALLEST_TOLERANCE)
     return min(max(part * TOLERANCE_TIMES_ROWS / n, smallest), LARGEST_TOLERANCE)
 

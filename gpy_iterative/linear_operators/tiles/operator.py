@@ -166,6 +166,11 @@ class TiledLinearOperator(LinearOperator):
     def native_precision(self) -> LinearOperator:
         return rebuilt(self, lambda part: part, products=self._native_products())
 
+    def without_automatic_far_field(self) -> LinearOperator:
+        if self.products.far_field != "auto":
+            return self
+        return rebuilt(self, lambda part: part, products=replace(self.products, far_field=None))
+
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
         double = lambda part: part.double() if torch.is_tensor(part) and part.is_floating_point() else part
         return rebuilt(self, double, **self._of_own_tiles(keeps_tiles))
