@@ -2,7 +2,7 @@
 
 With A = K(node, proxies), K(node, far) ~ U K(skeleton, far). Pivoted Cholesky of A A^T picks the skeleton, and U = A A_S^T
 (A_S A_S^T)^-1: interpolative decomposition (Cheng et al. 2005) on proxies (Erlandson et al. 2020). A A^T keeps half of
-float64's digits: errors below 1e-7 need a second half, picked from the first half's errors.
+float64's digits: small errors need a second half, picked from the first half's errors.
 """
 
 from dataclasses import dataclass
