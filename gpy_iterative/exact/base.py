@@ -269,12 +269,11 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if variant.probes == self.probes:
             self._run = variant._run
 
-    def _has_dense_factor(self, size: int) -> bool:
-        return size <= EXACT_BELOW if self.solver is None else isinstance(self.solver, Cholesky)
-
     def _needs_float64(self, system: TrainingSystem) -> bool:
+        size = system.operator.shape[-1]
+        is_exact = size <= EXACT_BELOW if self.solver is None else isinstance(self.solver, Cholesky)
         # Rounded entries are the only error of a dense factor.
-        return self._has_dense_factor(system.operator.shape[-1]) or super()._needs_float64(system)
+        return is_exact or super()._needs_float64(system)
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
         operator, residual = system.operator, system.residual

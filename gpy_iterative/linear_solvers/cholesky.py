@@ -18,6 +18,8 @@ from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveSta
 
 #: Jitters to try in turn, relative to the largest diagonal entry.
 JITTERS = (1e-8, 1e-6, 1e-4)
+#: For matrices that have no factor.
+ADVICE = "Keep the noise away from zero (a noise constraint), use float64, or check the kernel."
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,7 @@ def jittered_cholesky(matrix: Tensor, name: str, jitters: Sequence[float] = JITT
     if not info.any():
         return factor, largest
     raise NotPositiveDefiniteError(
-        f"{name} is not positive definite even with a jitter of {jitters[-1]:g} of its diagonal. Keep the noise away from "
-        "zero (a noise constraint), use float64, or check the kernel."
+        f"{name} is not positive definite even with a jitter of {jitters[-1]:g} of its diagonal. {ADVICE}"
     )
 
 

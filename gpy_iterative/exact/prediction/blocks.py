@@ -25,11 +25,9 @@ def product(operator: LinearOperator, columns: Tensor) -> Tensor:
 
 def converted(operator: LinearOperator, dtype: torch.dtype) -> LinearOperator:
     """The operator in float64 if that is the dtype."""
-    return (
-        operator
-        if operator.dtype == dtype or dtype != torch.float64
-        else extensions.in_float64(operator, keeps_tiles=False)
-    )
+    if dtype != torch.float64 or operator.dtype == dtype:
+        return operator
+    return extensions.in_float64(operator, keeps_tiles=False)
 
 
 def rows_product(rows: Tensor, matrix: Tensor) -> Tensor:

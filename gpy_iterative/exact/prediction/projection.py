@@ -29,7 +29,7 @@ from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.exact.prediction.local_part import LocalPart, Neighbours
 from gpy_iterative.linear_operators.extensions import far_field_error
-from gpy_iterative.linear_solvers.cholesky import CholeskyFactor
+from gpy_iterative.linear_solvers.cholesky import ADVICE, CholeskyFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
 #: Defaults. With a far field neighbours matter most: the rank limits a block [n, rank] to so many entries.
@@ -196,7 +196,7 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
     except NotPSDError as error:
         error_of_far_field = far_field_error(operator)
         cause = (
-            "Keep the noise away from zero (a noise constraint), use float64, or check the kernel."
+            ADVICE
             if error_of_far_field is None
             else f"Its far field has a relative error of {error_of_far_field:.0e}: use KernelProducts(far_field=None)."
         )
