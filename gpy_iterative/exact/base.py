@@ -49,6 +49,7 @@ from gpy_iterative.training.run import Resumable, Run
 from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
 from gpy_iterative.training.training_system import (
+    ROUNDING_IN_TRAINING,
     TrainingSystem,
     check_hyperparameters,
     check_inputs,
@@ -60,8 +61,6 @@ logger = logging.getLogger(__name__)
 
 #: Probes of the log-determinant's quadrature; only the value uses them.
 NUM_LOGDET_PROBES = 4
-#: Nats that rounding in float32 may move the value, see `TrainingSystem.is_rounded`.
-ROUNDING_IN_TRAINING = 0.5
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
+from linear_operator.operators import DenseLinearOperator, ToeplitzLinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_finite
-from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.extensions import in_float64, without_automatic_far_field
+from gpy_iterative.errors import ApproximationWarning, NonFiniteError, warn
+from gpy_iterative.linear_operators.extensions import all_parts, in_float64, without_automatic_far_field
 from gpy_iterative.linear_operators.far_field.far_field import automatic_tolerance
 from gpy_iterative.linear_operators.from_gpytorch import flat_targets, noisy_operator, observed_data
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS
@@ -23,6 +24,8 @@ from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import FAR_FIELD_ROWS, KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
+#: Nats that rounding in float32 may move the value of a training step.
+ROUNDING_IN_TRAINING = 0.5
 #: Rows up to which a float32 model is computed in float64 where it needs that: far fields then become finer, too.
 MOST_ROWS_IN_FLOAT64 = 100_000
 #: Rows up to which tiles replace an automatic far field that is too crude; solves with more rows say so by their status.
@@ -50,8 +53,16 @@ class TrainingSystem:
         return operator.shape[-1] <= MOST_ROWS_IN_FLOAT64 and bool((operator.rounding() > limit).any())
 
     def in_float64(self) -> "TrainingSystem":
+        """The system in float64; warns where rounding remains in matrices that GPyTorch has evaluated in float32."""
         if self.operator.dtype == torch.float64:
             return self
+        if _has_evaluated_matrix(self.operator) and self.is_rounded(ROUNDING_IN_TRAINING):
+            warn(
+                "GPyTorch evaluates this model's kernel matrix in float32, and the noise is not large beside its rounding: "
+                "likelihoods and predictions may be wrong. Use float64 (model.double(), and the data), or for a product "
+                "k1(x).mul(k2(x)) in forward the product kernel k1 * k2.",
+                ApproximationWarning,
+            )
         return replace(self, operator=in_float64(self.operator), residual=self.residual.double())
 
     def with_suited_products(self) -> "TrainingSystem":
@@ -70,6 +81,12 @@ class TrainingSystem:
     def terms(self) -> list[KernelTerm]:
         """The kernels at the observed inputs. Raises SpectralDensityMissingError if the prior is no sum of kernels."""
         return kernel_terms(self.prior.lazy_covariance_matrix, self.observed)
+
+
+def _has_evaluated_matrix(operator: LinearOperator) -> bool:
+    """Whether entries of all pairs of data, or of a grid, were evaluated before this package could choose a precision."""
+    is_whole = lambda part: isinstance(part, DenseLinearOperator) and min(part.matrix_shape) >= operator.shape[-1]
+    return any(isinstance(part, ToeplitzLinearOperator) or is_whole(part) for part in all_parts(operator))
 
 
 def check_has_data(model: ExactGP) -> None:

@@ -1,6 +1,7 @@
 """Float32 models that are computed in float64, because float32 would round too much."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import gpytorch
@@ -229,6 +230,32 @@ def test_exact_observations_make_a_posterior_float64() -> None:
     prediction, exact = found
     assert ((prediction.mean - exact.mean) / exact.stddev).abs().max() < 0.01
     assert ((prediction.variance / exact.variance).log().abs() < 0.2).all()
+
+
+@pytest.mark.parametrize(("noise", "is_told"), [(0.3, False), (1e-3, True)])
+@pytest.mark.parametrize("is_grid", [False, True])
+def test_rounding_of_a_matrix_that_gpytorch_evaluated_is_told(is_grid: bool, noise: float, is_told: bool) -> None:
+    """It cannot be undone: statuses were CONVERGED with predictions standard deviations off."""
+
+    class Product(Regression):
+        def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+            prior = super().forward(x)
+            trend = gpytorch.kernels.LinearKernel()(x + 3.0)
+            return gpytorch.distributions.MultivariateNormal(prior.mean, prior.lazy_covariance_matrix.mul(trend))
+
+    model = smooth_function(torch.float32, noise)
+    if is_grid:
+        options = {"grid_size": 20, "num_dims": 2, "grid_bounds": [(-0.5, 3.5)] * 2}
+        kernel = gpytorch.kernels.GridInterpolationKernel(gpytorch.kernels.RBFKernel(), **options)
+        model.covar_module.base_kernel = kernel
+    else:
+        model.__class__ = Product
+    told = pytest.warns(gpi.errors.ApproximationWarning, match=r"model\.double") if is_told else nullcontext()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, solver=gpi.solvers.Cholesky(), generator=0)
+    with told:
+        mll(model(*model.train_inputs), model.train_targets)
+    with told:
+        gpi.prediction.PathwisePosterior(model, model.likelihood).report  # noqa: B018
 
 
 def test_too_many_rows_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
