@@ -57,7 +57,11 @@ class RadialEntries:
 
     def double(self) -> "RadialEntries":
         alpha = None if self.alpha is None else self.alpha.double()
-        return RadialEntries(self.positions.double(), self._original, alpha)
+        entries = RadialEntries(self.positions.double(), self._original, alpha)
+        # Of the same points: float32 rounds scaled inputs, and interpolations of others would not fit these entries.
+        entries._apart = [column.double() for column in self._apart]
+        entries._together = None if self._together is None else self._together.double()
+        return entries
 
     def at_distances(self, distances: Tensor) -> Tensor:
         """Entries at these distances, in float64."""

@@ -395,3 +395,17 @@ def test_inputs_without_dimensions_have_tiles() -> None:
     with torch.no_grad():
         expected = 4100 * operator.outputscale.detach().expand(4100, 1)
         torch.testing.assert_close(operator._matmul(torch.ones(4100, 1)), expected)
+
+
+def test_float32_interpolates_the_points_of_its_entries() -> None:
+    """Far from the origin, rounding of the scaled inputs moves points: those of the interpolations, too."""
+    x = uniform(4096, 2).float() + 20_000
+    entries = RadialEntries(x, MATERN32, None)
+    field = far_field_module.far_field(entries, 1e-5)
+    assert field is not None
+    vectors = torch.randn(len(x), 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    product = field.levels.matmul(vectors.float(), lambda batch: entries.blocks(*batch.inputs), field.levels.batches)
+    rows = entries.inputs(torch.arange(len(x)).unsqueeze(0))
+    exact = entries.blocks(rows, rows).squeeze(0).double()
+    error = (product - exact @ vectors).square().mean().sqrt() / len(x) ** 0.5 / exact.std()
+    assert float(error) < 1e-5
