@@ -70,7 +70,7 @@ def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float, noise
 def has_stalled(values: Sequence[float], least: float) -> bool:
     """Whether the smoothed value recently gained neither its standard error nor `least`, and was steady.
 
-    Adam's momentum carries it past an optimum: the value falls, and rises again.
+    Adam's momentum carries it past an optimum: the value falls, and rises again; gains count from the lowest.
 
     Args:
         values: by step; noisy or not.
@@ -84,4 +84,4 @@ def has_stalled(values: Sequence[float], least: float) -> bool:
     variance = mean([(b - a) ** 2 for a, b in pairwise(recent)]) / 2
     limit = max(math.sqrt(2 * variance / SMOOTHED), least)
     smoothed = [mean(recent[start : start + SMOOTHED]) for start in range(0, len(recent), SMOOTHED)]
-    return smoothed[-1] - smoothed[0] < limit and max(smoothed) - min(smoothed) < STEADY * limit
+    return smoothed[-1] - min(smoothed) < limit and max(smoothed) - min(smoothed) < STEADY * limit

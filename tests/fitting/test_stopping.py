@@ -51,6 +51,12 @@ def test_a_value_that_falls_and_rises_again_has_not_stalled() -> None:
     assert has_stalled([*values, *[values[-1]] * 30], 1e-3)
 
 
+def test_a_value_that_rises_from_a_shallow_dip_has_not_stalled() -> None:
+    # So Adam ended a fit of inducing points as CONVERGED, .9 nats below an optimum.
+    values = [0.012 * abs(step - 40) for step in range(55)]
+    assert not has_stalled(values, 0.05)
+
+
 @pytest.mark.parametrize("status", FitStatus)
 def test_every_status_has_advice(status: FitStatus) -> None:
     assert status.advice.endswith(".")
