@@ -250,9 +250,12 @@ class IterativeLaplaceGP(GP):
 
         Raises:
             ValueError: inputs or targets that do not fit, targets outside the support.
+            TypeError: targets that are no tensor.
         """
         check_predictive_method(method)
         *inputs, targets = inputs_and_targets
+        if not isinstance(targets, Tensor):
+            raise TypeError(f"The targets must be a tensor, got {type(targets).__name__}: use torch.as_tensor(...).")
         mean, covariance = self.posterior().moments(*inputs)
         if mean.dim() != 2 or targets.shape[:1] != mean.shape[:1]:
             raise ValueError(

@@ -614,6 +614,8 @@ def test_calls_that_are_refused() -> None:
         model(x * torch.nan)
     with pytest.raises(ValueError, match=r"targets \(2,\)"):
         model.predictive_log_prob(x, problem.y[:2])
+    with pytest.raises(TypeError, match="targets must be a tensor, got list"):
+        model.predictive_log_prob(x, problem.y[:3].tolist())
     with pytest.raises(UnsupportedLikelihoodError, match="no classifier with known classes"):
         case("poisson-log", n=8).model.eval().predict_proba(x)
     one = case("logit", n=8)
