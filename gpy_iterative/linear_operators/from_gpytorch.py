@@ -44,7 +44,7 @@ _STRUCTURED = (
     kernels.InducingPointKernel,
 )
 
-#: Inputs whose mean is the origin of a radial kernel.
+#: Inputs whose median is the origin of a radial kernel.
 CENTRE_ROWS = 256
 
 
@@ -154,9 +154,8 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
         x1, x2 = (x if x is None or x.is_floating_point() else x.double() for x in (x1, x2))
         # Learned inputs (a feature extractor's) need derivatives by point; a far field has only sums.
         products = replace(place.products, far_field=None) if x1.requires_grad else place.products
-        # Centred, since float32 loses digits far from the origin. By the centre of the first columns: predictions and
-        # systems with new data then round the training data as training did.
-        centre = (x1 if x2 is None else x2).detach()[..., :CENTRE_ROWS, :].mean(dim=-2, keepdim=True)
+        # By the first columns: predictions and systems with new data then round the training data as training did.
+        centre = _centre(x1 if x2 is None else x2)
         x1, x2 = (None if x is None else (x - centre).to(dtype) / kernel.lengthscale for x in (x1, x2))
         alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
         options = {"function": function, "products": products, "cache": place.caches.take(place.path)}
@@ -177,6 +176,13 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
         return evaluated(kernel, x1, x1 if x2 is None else x2)
     cache = place.caches.take(place.path)
     return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=place.products, cache=cache)
+
+
+def _centre(x: Tensor) -> Tensor:
+    """The median [*b, 1, d]: float32 loses digits far from the origin, and an outlier would move a mean."""
+    ordered = x.detach()[..., :CENTRE_ROWS, :].sort(dim=-2).values
+    middle = ordered.shape[-2] // 2
+    return ordered[..., middle : middle + 1, :] if ordered.shape[-2] else ordered.new_zeros(1, x.shape[-1])
 
 
 def _of_part(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:

@@ -258,6 +258,7 @@ def test_rounding_of_a_matrix_that_gpytorch_evaluated_is_told(is_grid: bool, noi
         gpi.prediction.PathwisePosterior(model, model.likelihood).report  # noqa: B018
 
 
+@pytest.mark.filterwarnings("ignore::gpy_iterative.errors.ApproximationWarning")
 def test_too_many_rows_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = to_linear_operator(20 * torch.ones(N, N))
     system = TrainingSystem(None, NoisyLinearOperator(kernel, torch.full((N,), 1e-4)), torch.zeros(N), None)  # type: ignore[arg-type]

@@ -127,6 +127,16 @@ def test_integers_are_centred_before_they_are_rounded(base: type[kernels.Kernel]
         torch.testing.assert_close(found.to_dense(), kernel(since_start, since_start[columns]).to_dense())
 
 
+def test_an_outlier_does_not_round_the_other_inputs() -> None:
+    x = torch.rand(300, 2, generator=torch.Generator().manual_seed(0))
+    x[0] = 1e6
+    kernel = kernels.RBFKernel()
+    found = kernel_operator(kernel(x), PRODUCTS).to_dense()
+    exact = kernel_operator(kernel.double()(x.double()), PRODUCTS).to_dense()
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+    assert kernel_operator(kernel(x.double(), x[:0].double()), PRODUCTS).to_dense().shape == (300, 0)
+
+
 def test_checkpointing_is_refused() -> None:
     with (
         pytest.warns(DeprecationWarning, match="checkpointing"),
