@@ -13,23 +13,20 @@ from torch import Tensor
 
 from gpy_iterative.command_line.table import BadInputError, Table, counted_rows, read_table
 
-#: Lower-case cells without a value.
 MISSING = frozenset({"", "na", "n/a", "#n/a", "<na>", "nan", "null", "none"})
 #: Level of an empty cell.
 EMPTY = "(empty)"
 MAX_LEVELS = 20
-#: Advice for cells in common foreign forms.
 HINTS = {
     r"[+-]?\d+,\d+": " Numbers need a decimal point.",
     r"\d+([./])\d+\1\d+( .*)?": " Dates need the form 2019-05-25.",
 }
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-#: Least rows for training and testing.
 LEAST_ROWS = 20
 
 
 def number(cell: str) -> float:
-    """A cell's value, NaN if missing or infinite. Raises ValueError for text."""
+    """NaN if missing or infinite. Raises ValueError for text."""
     if "_" in cell:  # Python reads 1_1 as 11
         raise ValueError
     value = math.nan if cell.lower() in MISSING else float(cell)
@@ -51,7 +48,7 @@ PARSERS: dict[str, Callable[[str], float]] = {"number": number, "date": days}
 class Column:
     name: str
     kind: str  # "number", "date" or "category"
-    levels: tuple[str, ...] = ()  # texts of a category, including the missing one
+    levels: tuple[str, ...] = ()  # of a category, EMPTY as ""
 
     @classmethod
     def of(cls, name: str, cells: Sequence[str]) -> "Column":
@@ -83,7 +80,7 @@ class Column:
         return self.levels[1:] if len(self.levels) == 2 else self.levels
 
     def encode(self, cells: Sequence[str]) -> np.ndarray:
-        """Inputs [n, k], NaN for missing numbers and dates. Raises BadInputError for cells of another kind."""
+        """Inputs [n, k], NaN for missing numbers and dates. Raises BadInputError."""
         if self.kind == "category":
             self._check_levels(cells)
             return np.array([[float(cell == level) for level in self._input_levels] for cell in cells])
@@ -106,7 +103,6 @@ class Column:
 
 
 def hint(cell: str) -> str:
-    """Advice from `HINTS`, or nothing."""
     return next((advice for form, advice in HINTS.items() if re.fullmatch(form, cell)), "")
 
 
@@ -122,17 +118,15 @@ def first_strange(cells: Sequence[str], parse: Callable[[str], float]) -> int | 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Complete rows."""
-
-    columns: tuple[Column, ...]  # of the inputs
+    columns: tuple[Column, ...]
     inputs: Tensor  # [n, d], float64
     targets: Tensor  # [n], float64
-    constant: tuple[str, ...]  # names of excluded constant columns
-    num_incomplete: int  # rows that were left out
+    constant: tuple[str, ...]  # names of left out columns
+    num_incomplete: int  # left out
 
 
 def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_incomplete: bool) -> TrainingData:
-    """Reads a CSV file. Raises BadInputError with advice."""
+    """Raises BadInputError with advice."""
     if target in dropped:
         raise BadInputError(f"{target!r} is the target: it cannot be left out by --drop.")
     table = read_table(path, (target, *dropped))
@@ -165,13 +159,12 @@ def _check_target(name: str, cells: Sequence[str]) -> None:
 
 
 def _encoded(table: Table, target: str) -> dict[Column, np.ndarray]:
-    """Values [n, k] of each column; target values are numbers."""
     columns = [Column(name, "number") if name == target else Column.of(name, table[name]) for name in table]
     return {column: column.encode(table[column.name]) for column in columns}
 
 
 def _complete_rows(values: dict[Column, np.ndarray], drop_incomplete: bool) -> np.ndarray:
-    """Numbers of the complete rows. Raises BadInputError for gaps without `drop_incomplete`, or too few rows."""
+    """Numbers of the complete rows. Raises BadInputError for gaps, or too few rows."""
     gaps = {column.name: np.isnan(rows[:, 0]) for column, rows in values.items()}
     counts = [f"{name} ({rows.sum()})" for name, rows in gaps.items() if rows.any()]
     has_gap = np.any(list(gaps.values()), axis=0)

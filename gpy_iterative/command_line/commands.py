@@ -1,5 +1,3 @@
-"""The commands `fit` and `predict`."""
-
 import argparse
 import sys
 import warnings
@@ -22,7 +20,7 @@ from gpy_iterative.fitting.fit import fit
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.prediction import PathwisePosterior
 
-#: Exit code of a process that Ctrl-C ended, as shells give it.
+#: As shells give it.
 INTERRUPTED = 130
 #: Up to here a start from subsets does not pay.
 ROWS_OF_CHEAP_STEPS = 20_000
@@ -31,8 +29,8 @@ ROWS_OF_CHEAP_STEPS = 20_000
 def main(words: Sequence[str] | None = None) -> int:
     """Runs a command line; None is that of the process.
 
-    Returns the exit code: 2, with one line on stderr, for bad input, 130 after Ctrl-C. For help, version and unknown
-    options argparse ends the process.
+    Returns the exit code: 2 for bad input, 130 after Ctrl-C. For help, version and unknown options argparse ends the
+    process.
     """
     arguments = vars(parser().parse_args(words))
     with warnings.catch_warnings():
@@ -45,13 +43,12 @@ def main(words: Sequence[str] | None = None) -> int:
         except BadInputError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        except OSError as error:  # of a file that is written: all that are read raise BadInputError
+        except OSError as error:  # reading raises BadInputError
             print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}.", file=sys.stderr)
             return 2
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser, whose `command` is `fit_table` or `predict_table`."""
     whole = argparse.ArgumentParser(prog="python -m gpy_iterative", description="Gaussian processes on CSV files.")
     whole.add_argument("--version", action="version", version=__version__)
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
@@ -95,7 +92,7 @@ def fit_table(
     checkpoint: Path | None,
     plot: Path | None,
 ) -> int:
-    """Fits, tests and saves a model, also after Ctrl-C in the fit. Returns the exit code. Raises BadInputError."""
+    """Fits, tests and saves a model, also after Ctrl-C in the fit. Raises BadInputError."""
     output = output or beside(table, ".gpi.pt")
     check_files([table], [path for path in (output, checkpoint, plot) if path is not None])
     check_can_save(output)  # now, not after a long fit
@@ -129,7 +126,7 @@ def fit_table(
 
 
 def show_note(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-    """In place of `warnings.showwarning`: this command has no options for the advice that a solve gives."""
+    """Replaces the advice that a solve gives, for which this command has no options."""
     text = str(message)
     if issubclass(category, ConvergenceWarning):
         text = (
@@ -154,7 +151,7 @@ def data_lines(data: TrainingData, num_kept: int) -> list[str]:
 
 
 def fitted(mll: HutchinsonMarginalLogLikelihood, max_steps: int | None, checkpoint: Path | None) -> FitResult:
-    """Trains with a progress bar. Raises BadInputError for a checkpoint or data that the fit refuses."""
+    """Raises BadInputError for a checkpoint or data that the fit refuses."""
     is_large = len(mll.model.train_targets) > ROWS_OF_CHEAP_STEPS
     try:
         return fit(mll, start="subsets" if is_large else "current", max_steps=max_steps, checkpoint=checkpoint)
@@ -168,10 +165,7 @@ def fitted(mll: HutchinsonMarginalLogLikelihood, max_steps: int | None, checkpoi
 
 
 def predict_table(model: Path, table: Path, output: Path | None) -> int:
-    """Writes rows with mean and standard deviation of the target, empty for incomplete rows. Returns the exit code.
-
-    Raises BadInputError.
-    """
+    """Adds mean and standard deviation, empty for incomplete rows. Raises BadInputError."""
     output = output or beside(table, ".predictions.csv")
     check_files([table, model], [output])
     check_can_write(output)
@@ -196,14 +190,13 @@ def predict_table(model: Path, table: Path, output: Path | None) -> int:
 
 
 def beside(table: Path, suffix: str) -> Path:
-    """The default name of an output. Raises BadInputError for a folder."""
     if table.is_dir():
         raise BadInputError(f"{table} is a folder: give a CSV file.")
     return table.with_suffix(suffix)
 
 
 def check_files(read: Sequence[Path], written: Sequence[Path]) -> None:
-    """Raises BadInputError for files that cannot be written, or would replace another one of the command."""
+    """Raises BadInputError for files that cannot be written, or would replace another one."""
     others = [path.resolve() for path in read]
     for path in written:
         is_special = path.exists() and not path.is_file()

@@ -16,12 +16,11 @@ from gpy_iterative.prediction import PathwisePosterior
 
 #: Raise it when older files become unreadable.
 FORMAT = 1
-#: Rows per prediction.
 CHUNK = 4096
 
 
 class Regression(gpytorch.models.ExactGP):
-    """A constant mean and a Matern-5/2 kernel with a lengthscale per input, in the dtype of the data.
+    """A constant mean and a Matern-5/2 kernel with a lengthscale per input.
 
     Lengthscales start at sqrt(d) (Hvarfner, Hellsten and Nardi 2024, "Vanilla Bayesian Optimization Performs Great in
     High Dimensions"): with shorter ones, levels of a category may end uncorrelated.
@@ -49,9 +48,9 @@ class Units:
 
     @classmethod
     def of(cls, values: Tensor) -> "Units":
-        """Mean and standard deviation of rows [n, d]; constant columns keep their scale."""
+        """Of rows [n, d]; constant columns keep their scale."""
         largest = values.abs().amax(0)
-        largest = torch.where(largest > 0, largest, 1.0)  # squares of values neither overflow nor vanish
+        largest = torch.where(largest > 0, largest, 1.0)  # squares neither overflow nor vanish
         parts = values / largest
         scale = parts.std(0, correction=0) * largest
         return cls(parts.mean(0) * largest, torch.where(scale > 0, scale, 1.0))
@@ -62,13 +61,11 @@ class Units:
 
 @dataclass(frozen=True)
 class TableModel:
-    """A Gaussian process of standardised columns, and their encoding."""
-
-    columns: tuple[Column, ...]  # of the inputs
-    target: str  # predicted column
+    columns: tuple[Column, ...]
+    target: str
     input_units: Units  # [d]
     target_units: Units  # []
-    regression: Regression  # with its training data
+    regression: Regression
 
     @classmethod
     def of(cls, columns: Sequence[Column], target: str, x: Tensor, y: Tensor, dtype: torch.dtype) -> "TableModel":
@@ -86,7 +83,7 @@ class TableModel:
     def predict(self, posterior: PathwisePosterior, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of observations [t] at inputs [t, d], in the table's units, float64.
 
-        Raises BadInputError for inputs that overflow in the units of the training data.
+        Raises BadInputError for inputs that overflow.
         """
         rows = self.input_units.standardise(x).to(self.regression.train_targets)
         if rows.isinf().any():
@@ -100,7 +97,7 @@ class TableModel:
         return mean * self.target_units.scale + self.target_units.mean, deviation * self.target_units.scale
 
     def save(self, path: Path, x: Tensor, y: Tensor) -> None:
-        """Writes a model file with these observations [n, d], [n], in the table's units."""
+        """With these observations [n, d], [n], in the table's units."""
         like = self.regression.train_targets
         data = {
             "inputs": self.input_units.standardise(x).to(like),
@@ -112,7 +109,7 @@ class TableModel:
 
     @classmethod
     def load(cls, path: Path) -> "TableModel":
-        """Reads what `save` wrote. Raises BadInputError for other files."""
+        """Raises BadInputError for files that `save` did not write."""
         saved = _load(path)
         regression = Regression(saved["inputs"], saved["targets"])
         regression.load_state_dict(saved["state"])
@@ -126,7 +123,7 @@ def _load(path: Path) -> dict[str, Any]:
         saved = torch.load(path, weights_only=True)
     except OSError as error:
         raise BadInputError(f"{path} cannot be read: {error.strerror}.") from error
-    except Exception:  # whatever torch.load raises on a foreign file
+    except Exception:  # whatever torch.load raises
         saved = None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT or "target_units" not in saved:
         raise BadInputError(

@@ -12,7 +12,7 @@ from gpy_iterative.command_line.table import BadInputError
 from gpy_iterative.fitting import Estimated, FitResult, FitStatus
 from gpy_iterative.fitting.plot import new_figure
 
-#: Half of a 95 % interval, in standard deviations.
+#: Of a 95 % interval, in standard deviations.
 WIDTH = 1.96
 #: Advice by the command's own options.
 ADVICE = {
@@ -36,7 +36,7 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def score_lines(model: TableModel, y: Tensor, mean: Tensor, deviation: Tensor) -> list[str]:
-    """Scores of predictions [t] of held-out targets y [t], and of the training targets' normal distribution."""
+    """Scores of held-out targets y [t], and without a model."""
     plain = (parameter.expand_as(y) for parameter in (model.target_units.mean, model.target_units.scale))
     (rmse, density), (plain_rmse, plain_density) = _scores(y, mean, deviation), _scores(y, *plain)
     inside = int(((y - mean).abs() < WIDTH * deviation).sum())
@@ -55,17 +55,16 @@ def _scores(y: Tensor, mean: Tensor, deviation: Tensor) -> tuple[float, float]:
 
 
 def fit_lines(model: TableModel, result: FitResult) -> list[str]:
-    """Status, advice and hyperparameters."""
     shift, scale = float(model.target_units.mean), float(model.target_units.scale)
     units = {column.name: " (days)" for column in model.columns if column.kind == "date"}
-    rows = [  # name, and conversion to the table's units: power, factor, shift
+    rows = [  # name, power, factor, shift
         (f"noise of {model.target} (standard deviation)", 0.5, scale, 0.0),
         (f"mean of {model.target} far from the data", 1.0, scale, shift),
         (f"variation of {model.target} around it (standard deviation)", 0.5, scale, 0.0),
         *((f"lengthscale of {name}{units.get(name, '')}", 1.0, factor, 0.0) for name, factor in model.inputs.items()),
     ]
     lengthscales = [each for each in result.hyperparameters if "lengthscale" in each.name]
-    useless = {  # not short ones, which also change nothing but separate rows
+    useless = {  # not short ones, which separate rows
         name
         for name, each in zip(model.inputs, lengthscales, strict=True)
         if each.name in result.irrelevant and each.value > 1
@@ -105,7 +104,6 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(path: Path, name: str, y: Tensor, mean: Tensor, deviation: Tensor) -> None:
-    """Held-out targets [t] over predictions, with 95 % intervals."""
     figure = new_figure("--plot", (5, 5))
     axes = figure.subplots()
     axes.errorbar(mean, y, xerr=WIDTH * deviation, fmt="o", ms=3, lw=0.7, alpha=0.6)

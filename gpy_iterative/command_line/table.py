@@ -1,17 +1,15 @@
-"""CSV files as columns of cells."""
-
 import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 DELIMITERS = ",;\t"
 
-#: Stripped cells by column name, in the order of the file.
+#: Stripped cells by column name.
 Table = dict[str, Sequence[str]]
 
 
 class BadInputError(ValueError):
-    """Unusable input; the message is one line for the user."""
+    """The message is one line for the user."""
 
 
 def read_table(path: Path, needed: Iterable[str]) -> Table:

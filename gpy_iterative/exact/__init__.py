@@ -1,5 +1,4 @@
 """Exact Gaussian processes: log marginal likelihoods, gradients, predictions.
 
-Begin with `base.py`, one training step; `hutchinson.py` and `pathwise.py` choose its probes. The folder may import
-`training` and all below it.
+Begin with `base.py`; `hutchinson.py` and `pathwise.py` choose the probes. It may import `training` and all below it.
 """

@@ -1,7 +1,4 @@
-"""One training step of the Gaussian marginal log likelihoods, with H the prior covariance plus noise.
-
-One solve serves targets and probes; a closed-form derivative pass gives the gradient.
-"""
+"""One training step of a Gaussian marginal log likelihood. H is the prior covariance plus noise."""
 
 import copy
 import logging
@@ -59,23 +56,20 @@ from gpy_iterative.worker_threads import divided
 
 logger = logging.getLogger(__name__)
 
-#: Probes of the log-determinant's quadrature; only the value uses them.
+#: Probes of the log-determinant, which only the value uses.
 NUM_LOGDET_PROBES = 4
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    value: Tensor  # [*b], the result of `forward`
+    value: Tensor  # [*b]
     system: TrainingSystem  # H, y - mean and the prior; float64 where H is factored
-    estimate: Estimate  # the log density without priors and added loss terms; its solves
+    estimate: Estimate  # without priors and added loss terms
     num_data: int  # n, the divisor of `value`
 
 
 class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
-    """Base of the marginal log likelihoods: checks, gradient, report, posterior and resume.
-
-    A subclass estimates the log density (`_estimate`) and names the options that a loaded state must match.
-    """
+    """Base of the marginal log likelihoods. A loaded state must match the options named in `_described`."""
 
     _described: ClassVar[tuple[str, ...]] = ()
 
@@ -89,7 +83,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         generator: torch.Generator | int | None,
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
-        check_inputs(model)  # early: GPyTorch reports NaN inputs later as "not the training inputs"
+        check_inputs(model)  # GPyTorch would report NaN as "not the training inputs"
         check_instance("solver", solver, Solver, "ConjugateGradients()")
         check_instance("products", products, KernelProducts, "KernelProducts()")
         super().__init__(likelihood, model)
@@ -112,16 +106,15 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         Args:
             function_dist: the prior `model(train_x)`, [*b, n] or [*b, n, T].
             target: [*b, n] or [*b, n, T].
-            params, kwargs: passed to the likelihood.
+            params, kwargs: the likelihood's arguments.
 
         Returns:
-            [*b], with priors and added loss terms. Its `.backward()` is the gradient estimator.
+            [*b], with priors and added loss terms. `.backward()` estimates the gradient.
 
         Raises:
             ValueError: wrong shapes, dtypes, devices; non-finite data; non-positive noise.
-            RuntimeError: under `torch.autocast`.
-            NonFiniteError: a non-finite hyperparameter or solve; parameters and warm start stay unchanged. From
-                `.backward()`: a non-finite gradient; every `.grad` stays unchanged.
+            RuntimeError: under `torch.autocast`; `function_dist` is no prior.
+            NonFiniteError: a non-finite hyperparameter or solve; from `.backward()` a non-finite gradient. Nothing changes.
             NotPositiveDefiniteError: H has no Cholesky factor.
         """
         evaluation = self.evaluate(function_dist, target, *params, **kwargs)
@@ -141,7 +134,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             system = system.in_float64()
         system = system.with_suited_products()
         is_inference = torch.is_inference_mode_enabled()
-        with torch.inference_mode(False), torch.no_grad():  # later steps cannot use inference tensors of the run
+        with torch.inference_mode(False), torch.no_grad():  # later steps cannot use inference tensors
             operator = system.operator.clone() if is_inference else system.operator
             estimate, run = self._estimate(
                 replace(system, operator=operator, residual=system.residual.detach()), self._run
@@ -172,14 +165,13 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def posterior(
         self, *, solver: Solver | None = None, rank: int | None = None, num_neighbours: int | None = None
     ) -> PathwisePosterior:
-        """The posterior at the current hyperparameters, warm-started from the training solves.
-
-        It puts model and likelihood into evaluation mode; `likelihood(model(x))` uses its solves until `model.train()` or
-        `load_state_dict`. Cost: one product, or after a change of hyperparameters one solve with one column.
+        """The posterior at the current hyperparameters, from the training solves; `model(x)` uses it, see `install`.
 
         Args:
             solver: for means and sample paths; None is that of training. After training with few epochs pass more.
-            rank, num_neighbours: see `PathwisePosterior`; memory is about four blocks [n, rank].
+            rank, num_neighbours: see `PathwisePosterior`.
+
+        Cost: one product; after a change of hyperparameters one solve with one column.
         """
         solutions = self._run.parts.get("warm_start")
         self._caches.clear()  # the posterior keeps tiles of its own
@@ -188,7 +180,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             self.likelihood,
             solver=self.solver if solver is None else solver,
             products=self.products,
-            # Its own generator: predictions do not change the training.
+            # Predictions do not change the training.
             generator=torch.Generator().manual_seed((self._run.generator().initial_seed() + 1) % 2**64),
             params=() if self._params is None else self._params.current(self.model),
             kwargs=None if self._params is None else self._params.current_kwargs(self.model),
@@ -225,8 +217,6 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
 
 class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
-    """Base of the marginal log likelihoods with probes; a subclass chooses their distribution."""
-
     _described = ("probes", "warm_start")
 
     def __init__(
@@ -250,11 +240,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES, correct_diagonal=False)
 
     def variant(self, *, num_probes: int | None = None, solver: Solver | None = None) -> Self:
-        """A copy with another number of probes or another solver; None keeps them.
-
-        Both share model, likelihood and tiles. With as many probes they share the run, and training states are
-        interchangeable; otherwise the copy draws new probes.
-        """
+        """A copy that shares model, likelihood and tiles, and with as many probes the run; else it draws new probes."""
         other = copy.copy(self)
         other.solver = self.solver if solver is None else solver
         if num_probes is not None and num_probes != self.probes.num_probes:
@@ -263,7 +249,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return other
 
     def continue_from(self, variant: Self) -> None:
-        """Takes a variant's report and, where it has as many probes, its run."""
+        """Takes a variant's report and, if it has as many probes, its run."""
         self.report, self._params = variant.report, variant._params
         if variant.probes == self.probes:
             self._run = variant._run
@@ -271,7 +257,6 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     def _needs_float64(self, system: TrainingSystem) -> bool:
         size = system.operator.shape[-1]
         is_exact = size <= EXACT_BELOW if self.solver is None else isinstance(self.solver, Cholesky)
-        # Rounded entries are the only error of a dense factor.
         return is_exact or super()._needs_float64(system)
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
@@ -294,7 +279,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         probes = distribution.probes(operator, terms, draws)
         probe_tolerance, residual_of_one = solver.probe_tolerance or solver.tolerance, distribution.residual_of_one
         if solver.probe_tolerance is None and residual_of_one is not None:
-            # Solver errors bias the gradient: keep them below the probes' noise, 1 / sqrt(num_probes).
+            # Solver errors bias the gradient: keep them below the probes' noise.
             probe_tolerance = max(probe_tolerance, min(0.05, residual_of_one / math.sqrt(self.probes.num_probes)))
         learned = parts.get("quadrature")
         with divided(), reporting_solve(self.progress) as callback:

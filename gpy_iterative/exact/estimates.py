@@ -1,6 +1,6 @@
-"""The log density of N(0, H) at y - mean and its gradient, by a Cholesky factor or one block solve.
+"""Log density of N(0, H) at y - mean, by a Cholesky factor or one block solve.
 
-Warm starts (Lin et al. 2024, section 4) keep the last solutions: "latest" and, to extrapolate, "before".
+Warm starts follow Lin et al. 2024, section 4.
 """
 
 import math
@@ -49,7 +49,7 @@ def initial_guess(mode: WarmStart, part: Part | None) -> Tensor | None:
 
 
 def updated(mode: WarmStart, part: Part | None, solutions: Tensor) -> Part:
-    """The part after a solve; do not change `solutions` [*b, n, s] later."""
+    """The part for the next step; `solutions` [*b, n, s] must not change later."""
     if mode == "extrapolated" and part is not None:
         return {"latest": solutions, "before": part["latest"]}
     return {"latest": solutions}
@@ -57,15 +57,13 @@ def updated(mode: WarmStart, part: Part | None, solutions: Tensor) -> Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(ABC):
-    """A log density with gradient."""
-
     value: Tensor  # [*b], not divided by n
     value_sem: Tensor  # [*b], standard error
     status: SolveStatus
     stats: SolveStats
-    truncation: Report | None = None  # draws of a random truncation
-    probe_jitter: float | None = None  # of the probes' covariance
-    far_field_error: float | None = None  # of the products, with a far field
+    truncation: Report | None = None
+    probe_jitter: float | None = None
+    far_field_error: float | None = None
 
     def __post_init__(self) -> None:
         check_estimated("value", self.value)
@@ -77,12 +75,12 @@ class Estimate(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DensityEstimate(Estimate):
-    """log N(residual; 0, H), whose derivative is `sum_k left_k^T dH right_k` (see `gpy_iterative.training.surrogate`)."""
+    """log N(residual; 0, H), whose derivative is `sum_k left_k^T dH right_k`."""
 
     weights: Tensor  # a = H^-1 residual, [*b, n]
     left: Tensor  # [*b, n, k]; exact: weights of all entries of dH, [*b, n, n]
     right: Tensor | None  # [*b, n, k]
-    preconditioner: Preconditioner | None = None  # of the solve, for reuse
+    preconditioner: Preconditioner | None = None
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         check_estimated("solve for y - mean", self.weights)
@@ -99,10 +97,7 @@ def check_estimated(name: str, tensor: Tensor) -> None:
 
 
 def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky) -> DensityEstimate:
-    """Value and gradient from a Cholesky factor of H [*b, n, n].
-
-    Cost: O(n^3), with the backward pass up to 9 n^2 float64 numbers.
-    """
+    """Cost: O(n^3); with the backward pass up to 9 n^2 float64 numbers."""
     start = time.perf_counter()
     matrix = operator.to_dense()
     factor = solver.factorize(matrix)
@@ -138,11 +133,9 @@ def stochastic_estimate(
     generator: torch.Generator,
     callback: Callable[[SolveProgress], None] | None,
 ) -> tuple[DensityEstimate, Tensor, BracketPositions]:
-    """Value and gradient from one block solve; its solutions [*b, n, 1 + s]; the next positions of the quadrature.
+    """The estimate, its solutions [*b, n, 1 + s], and the next positions of the quadrature.
 
-    `probes` are for the gradient, `logdet_probes` for the value, `tolerances` of target and probes.
-
-    The quadratic term `a^T (r + (r - H a))` has a second-order error in the solver's.
+    `probes` are for the gradient, `logdet_probes` for the value, `tolerances` for target and probes.
     """
     guess_product = dual_product = None
     if initial_guess is not None:  # one product for both reads the tiles once
@@ -175,6 +168,7 @@ def stochastic_estimate(
         callback=callback,
     )
     weights, solved = solution.value[..., 0], solution.value[..., 1:]
+    # The residual makes its error of second order in the solver's.
     quadratic = (weights * (residual + solution.residual[..., 0])).sum(-1)
     coefficients = rhs.new_full((1 + num_probes,), -0.5 / num_probes)
     coefficients[0] = 0.5

@@ -1,4 +1,4 @@
-"""Hutchinson's estimator, with probes from a preconditioner's covariance, which is near H and reduces the variance.
+"""Hutchinson's estimator, with probes from a preconditioner's covariance.
 
 Gardner et al. 2018, "GPyTorch: Blackbox Matrix-Matrix Gaussian Process Inference", use identity covariance.
 """
@@ -22,14 +22,12 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
     """Marginal log likelihood of an exact Gaussian process, for any kernel.
 
     It replaces `gpytorch.mlls.ExactMarginalLogLikelihood`. Up to 3,000 data it is exact (Cholesky); with more, a step
-    costs a few passes over the kernel matrix, stored as far as `products` allows.
+    costs a few passes over the kernel matrix.
 
     Args:
-        likelihood: Gaussian.
-        model: an ExactGP.
         num_probes: the gradient's variance falls as 1 / num_probes.
-        probes: "preconditioned" (lowest variance: covariance of a rank-100 pivoted Cholesky factor plus noise, or of the
-            solver's `Vecchia` preconditioner), "rademacher" or "gaussian" (identity).
+        probes: "preconditioned" (lowest variance: covariance of a pivoted Cholesky factor plus noise, or of the solver's
+            `Vecchia` preconditioner), "rademacher" or "gaussian" (identity).
         solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
         warm_start: start at 2 V_t - V_{t-1} of the last solutions ("extrapolated") or V_t ("previous"), with frozen probes;
             False starts at zero with new probes.
@@ -39,8 +37,7 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
 
     Raises:
         UnsupportedLikelihoodError: a non-Gaussian likelihood.
-        ValueError: an option outside its range, non-finite training inputs.
-        TypeError: an argument of a wrong type.
+        ValueError, TypeError: an invalid option, non-finite training inputs.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)

@@ -1,5 +1,3 @@
-"""A kernel for GPyTorch's own mll and predictions, and BoTorch."""
-
 from typing import Any
 
 import torch
@@ -14,11 +12,10 @@ from gpy_iterative.linear_operators.products import KernelProducts
 class MatrixFreeKernel(Kernel):
     """Wraps a kernel; evaluates to an operator that stores no matrix.
 
-    Args:
-        base_kernel: any kernel.
-        products: how products are computed.
-
     A `ScaleKernel` may be inside or outside. A product must be inside: GPyTorch multiplies dense matrices.
+
+    Args:
+        products: how kernel products are computed.
 
     Examples:
         >>> kernel = gpi.kernels.MatrixFreeKernel(gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()))
@@ -43,7 +40,7 @@ class MatrixFreeKernel(Kernel):
         return self.base_kernel.num_outputs_per_input(x1, x2)
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> LinearOperator | Tensor:
-        """The operator k(x1, x2), or its diagonal, for inputs in the active dims."""
+        """The operator k(x1, x2), or its diagonal."""
         if params.pop("last_dim_is_batch", False) or params:
             raise ValueError(
                 f"MatrixFreeKernel does not support the kernel argument {', '.join(params) or 'last_dim_is_batch'}."

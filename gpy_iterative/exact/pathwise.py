@@ -1,7 +1,7 @@
 """Pathwise probes: samples of the prior.
 
 Lin et al. 2024, "Improving Linear System Solvers for Hyperparameter Optimisation in Iterative Gaussian Processes"
-(arXiv 2405.18457), sections 3 and 4, without the bias of the random features.
+(arXiv 2405.18457), sections 3 and 4.
 """
 
 from typing import Literal
@@ -17,26 +17,23 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.training.progress import Progress
 
-#: More frequencies m lower the variance and cost n (2m)^2.
+#: More lower the variance; m cost n (2m)^2.
 DEFAULT_NUM_FREQUENCIES = 200
 
 
 class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
     """Marginal log likelihood of an exact Gaussian process, with samples of its prior as probes.
 
-    Probes xi = Phi(X) w + sqrt(noise) e have the covariance S = Phi Phi^T + D, see `exact.probes`.
+    Probes xi = Phi(X) w + sqrt(noise) e have the covariance S = Phi Phi^T + D. Other arguments and errors are those of
+    `HutchinsonMarginalLogLikelihood`.
 
     Args:
-        likelihood, num_probes, solver, warm_start, products, generator, progress: as in
-            `HutchinsonMarginalLogLikelihood`.
-        model: an ExactGP whose kernel has a registered spectral density.
+        model: its kernel has a registered spectral density.
         num_frequencies: per kernel term; None is 200.
         prior: random Fourier "features", or "exact" (Cholesky, for small n).
-        corrected: True is unbiased. False takes S = H as published: with frozen frequencies more probes do not reduce its
-            error.
+        corrected: True is unbiased. False takes S = H as published: more probes do not reduce the error of its features.
 
     Raises:
-        UnsupportedLikelihoodError, ValueError, TypeError: as `HutchinsonMarginalLogLikelihood`.
         SpectralDensityMissingError: at the first step, a kernel without spectral density.
 
     Examples:

@@ -2,8 +2,7 @@
 
     tr(H^-1 dH) = E[(H^-1 xi)^T dH (S^-1 xi)].
 
-S = I is Hutchinson's estimator; an S near H has less variance. Gaussian probes have the variance
-tr(A^2) + tr(S A S^-1 A^T) each, A = H^-1 dH. For fixed draws, probes are smooth in the hyperparameters.
+S = I is Hutchinson's estimator; an S near H has less variance. For fixed draws, probes are smooth in the hyperparameters.
 """
 
 from abc import ABC, abstractmethod
@@ -42,7 +41,7 @@ class Probes:
 
     Attributes:
         vectors: xi [*b, n, s].
-        dual: S^-1 xi [*b, n, s]; None where S = H (the dual is the solution).
+        dual: S^-1 xi [*b, n, s]; None where S = H.
         covariance: S, where it is a preconditioner.
     """
 
@@ -52,13 +51,11 @@ class Probes:
 
     @classmethod
     def of(cls, covariance: LowRankPlusDiagonal, factor_base: Tensor, diagonal_base: Tensor) -> Self:
-        """Samples of a covariance, from white vectors [*b, k, s] and [*b, n, s]."""
         base = factor_base, diagonal_base
         return cls(covariance.sample(*base), covariance.dual_sample(*base), covariance)
 
 
 def probe_jitter(*probes: Probes) -> float | None:
-    """The largest jitter of the covariances; None without jitter."""
     factors = (each.covariance for each in probes)
     kinds = PivotedCholeskyFactor, SparseInverseCholesky
     jitter = max((float(factor.jitter.max()) for factor in factors if isinstance(factor, kinds)), default=0.0)
@@ -67,20 +64,11 @@ def probe_jitter(*probes: Probes) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeDistribution(ABC):
-    """Options of a probe distribution.
-
-    Args:
-        num_probes: s.
-
-    Raises:
-        ValueError: num_probes below 1.
-    """
+    """Options of a probe distribution. ValueError for num_probes below 1."""
 
     num_probes: int
-    #: Whether the prior's kernels are needed.
     needs_terms: ClassVar[bool] = False
-    #: Relative residual with a solver error below half of a probe's noise. None where S is far from H or S^-1 xi unknown:
-    #: solver errors then enter the trace more than once.
+    #: Relative residual with a solver error below half of a probe's noise; None where S is far from H or S^-1 xi unknown.
     residual_of_one: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
@@ -90,11 +78,11 @@ class ProbeDistribution(ABC):
     def draw(
         self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
-        """Draws for H [*b, n, n] and the prior's kernels; `others` of the same system may be shared."""
+        """Draws for H [*b, n, n] and its kernels; those of `others` may be shared."""
 
     @abstractmethod
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
-        """The probes at the operator's hyperparameters; the S of `others` may be shared."""
+        """The probes at the current hyperparameters; the S of `others` may be shared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +113,13 @@ class Gaussian(ProbeDistribution):
 
 @dataclass(frozen=True, kw_only=True)
 class Preconditioned(ProbeDistribution):
-    """S = L L^T + diag(d): a pivoted Cholesky factor of K, missing diagonal and noise.
+    """S = L L^T + diag(d): a pivoted Cholesky factor of K with frozen pivots, missing diagonal and noise.
 
     Args:
-        rank: of the factor.
         correct_diagonal: give S the diagonal of H.
         recipe: replaces `rank`.
 
-    Pivots are frozen. Cost: `rank` kernel rows, n rank (rank + s) multiply-adds.
+    Cost: `rank` kernel rows, n rank (rank + s) multiply-adds.
     """
 
     rank: int = 100
@@ -169,9 +156,9 @@ class Preconditioned(ProbeDistribution):
 
 @dataclass(frozen=True, kw_only=True)
 class Whitened(ProbeDistribution):
-    """S = (B^T B)^-1 of Vecchia's approximation H^-1 ~ B^T B. From signs z: xi = B^-1 z and S^-1 xi = B^T z.
+    """S = (B^T B)^-1 of Vecchia's approximation H^-1 ~ B^T B. Signs z give xi = B^-1 z and S^-1 xi = B^T z.
 
-    The order of elimination is frozen. Cost: `Vecchia.build`, 4 n (m + 1) s multiply-adds.
+    The order of elimination is frozen.
     """
 
     recipe: Vecchia
@@ -194,7 +181,7 @@ class Whitened(ProbeDistribution):
 
 
 def suited_to(distribution: ProbeDistribution, solver: Solver, operator: LinearOperator) -> ProbeDistribution:
-    """Replaces `Preconditioned` by `Whitened` where the solver has Vecchia's preconditioner: one factor serves both."""
+    """`Whitened` for `Preconditioned` where the solver uses `Vecchia`: one factor serves both."""
     recipe = solver.preconditioner if isinstance(solver, ConjugateGradients) else None
     if isinstance(recipe, LowRankOrVecchia):
         recipe = recipe.for_far_field(operator)
@@ -209,10 +196,10 @@ class RandomFeatures(ProbeDistribution):
 
     Args:
         num_frequencies: m, for each kernel of the prior's sum.
-        corrected: True takes S = Phi Phi^T + D, unbiased for any m; False S = H, see `PathwiseMarginalLogLikelihood`.
+        corrected: see `PathwiseMarginalLogLikelihood`.
         widened: see `RandomFourierFeatures`.
 
-    Cost: n d m for the features. Corrected: also n (2m)^2 / 2 for the Gram matrix, and all features in memory.
+    Cost: n d m; corrected also n (2m)^2 / 2, and all features in memory.
     """
 
     num_frequencies: int
@@ -254,7 +241,7 @@ class RandomFeatures(ProbeDistribution):
         return Probes.of(covariance, draws["weights"], draws["noise_base"])
 
     def prior_sample(self, terms: Sequence[KernelTerm], draws: Draws) -> Tensor:
-        """Phi(x) w [*b, t, s] at the terms' inputs; differentiable in them."""
+        """Phi(x) w [*b, t, s], differentiable in the terms' inputs."""
         features = RandomFourierFeatures(self.num_frequencies)
         return features.apply(terms, draws_under("features", draws), draws["weights"])
 
@@ -281,7 +268,6 @@ class ExactPrior(ProbeDistribution):
 
 
 def frequency_draws(draws: Draws) -> Draws:
-    """The draws of `RandomFeatures` that all samples share."""
     return {name: tensor for name, tensor in draws.items() if name.startswith("features.")}
 
 

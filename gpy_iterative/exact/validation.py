@@ -1,5 +1,3 @@
-"""Checks of a marginal log likelihood's arguments and optimiser."""
-
 import gpytorch
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -73,7 +71,6 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
 
 
 def check_layers(model: torch.nn.Module, *, batches: bool) -> None:
-    """Rejects layers known to depend on chance, or on the batch."""
     for name, module in model.named_modules():
         is_random = isinstance(module, torch.nn.RReLU) or (isinstance(module, _DropoutNd) and module.p > 0)
         is_of_batch = batches and isinstance(module, _BatchNorm)
@@ -91,10 +88,7 @@ def check_layers(model: torch.nn.Module, *, batches: bool) -> None:
 
 
 def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
-    """`check_fit`, and ValueError for random layers and non-finite data.
-
-    `observation_nan_policy("mask")` allows NaN targets.
-    """
+    """Raises ValueError for unusable data, RuntimeError for a `function_dist` that is no prior."""
     check_fit(model, function_dist, target)
     check_layers(model, batches=False)
     check_inputs(model)
@@ -115,9 +109,9 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
         raise ValueError("There is no observed target: pass data with at least one target that is not NaN.")
 
 
-#: Largest angle of a step straight back, in sqrt(eps): 7e-8 in float64, 2e-3 in float32.
+#: Largest angle of a step straight back, in sqrt(eps).
 ANGLE = 5.0
-#: Steps straight back that show a search; one may be chance.
+#: Steps straight back that show a search.
 SIGHTINGS = 2
 
 ADVICE = (
@@ -129,10 +123,7 @@ ADVICE = (
 
 
 class LineSearchWatch:
-    """Detects a line search from the hyperparameters of successive calls.
-
-    A line search steps back on the same line; Adam, momentum and gradient descent do not.
-    """
+    """A line search steps back on the same line; Adam, momentum and gradient descent do not."""
 
     def __init__(self) -> None:
         self._points: list[Tensor] = []  # the last three
@@ -148,7 +139,7 @@ class LineSearchWatch:
         self._points = [*known, point]
         if len(self._points) == 3:
             first, second = self._points[1] - self._points[0], self._points[2] - self._points[1]
-            has_lines = int(((first != 0) | (second != 0)).sum()) > 1  # one hyperparameter always moves on a line
-            gap = (first / first.norm() + second / second.norm()).norm()  # NaN where nothing has moved: no sighting
+            has_lines = int(((first != 0) | (second != 0)).sum()) > 1  # one always moves on a line
+            gap = (first / first.norm() + second / second.norm()).norm()  # NaN is no sighting
             self._sightings += has_lines and bool(gap < ANGLE * torch.finfo(parameters[0].dtype).eps ** 0.5)
         return self._sightings >= SIGHTINGS

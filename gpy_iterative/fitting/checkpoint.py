@@ -1,5 +1,3 @@
-"""Checkpoint files of a fit."""
-
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -25,16 +23,8 @@ _FIXED = ("active_dims", "lower_bound", "upper_bound")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State from which a fit resumes.
-
-    Attributes:
-        parameters: the mll's `state_dict()`.
-        state: of the steps.
-        history: rows so far.
-    """
-
-    parameters: dict[str, Tensor]
-    state: dict[str, Any]
+    parameters: dict[str, Tensor]  # the mll's `state_dict()`
+    state: dict[str, Any]  # of the steps
     history: list[HistoryRow]
 
 
@@ -60,7 +50,7 @@ def write_checkpoint(
 
 
 def save_whole(content: object, path: Path) -> None:
-    """`torch.save` to a temporary file, then a rename: `path` is always complete."""
+    """`torch.save` by way of a temporary file: `path` is always complete."""
     name, file = _temporary_file(path)
     try:
         with file:
@@ -70,21 +60,21 @@ def save_whole(content: object, path: Path) -> None:
         name.replace(path)
     except BaseException as error:
         name.unlink(missing_ok=True)
-        # PyTorch ends its archive even after a failed write, and its RuntimeError then hides Ctrl-C or a full disk.
+        # After a failed write PyTorch's RuntimeError hides Ctrl-C or a full disk.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, KeyboardInterrupt | OSError):
             raise error.__context__ from None
         raise
 
 
 def check_can_save(path: Path) -> None:
-    """Raises OSError, with the name of `path`, where `save_whole` would."""
+    """Raises OSError where `save_whole` would."""
     name, file = _temporary_file(path)
     file.close()
     name.unlink()
 
 
 def _temporary_file(path: Path) -> tuple[Path, BinaryIO]:
-    """The name of a new file beside `path`, open, with the permissions of any new file. Errors name `path`."""
+    """An open file beside `path`, with a new file's permissions. Errors name `path`."""
     name = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         return name, name.open("xb")
@@ -95,7 +85,7 @@ def _temporary_file(path: Path) -> tuple[Path, BinaryIO]:
 def read_checkpoint(
     path: Path, mll: gpytorch.mlls.MarginalLogLikelihood, method: str, params: Sequence[Any] = ()
 ) -> Checkpoint:
-    """Raises CheckpointError for other files, or another method, model, prior, fixed parameter, noise or `params`."""
+    """Raises CheckpointError for other files, or for another fit."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
@@ -122,10 +112,9 @@ def read_checkpoint(
 
 
 def described_parts(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, str]:
-    """Class and options of each module by name, and the names of trained parameters.
+    """Class and options of each module, and the names of trained parameters.
 
-    Options are numbers and strings among the attributes of GPyTorch's own classes, and all active dims, constraint bounds
-    and parameters of priors. Attributes of user modules may change, such as call counters.
+    Numbers and strings are options only in GPyTorch's own classes: attributes of user modules may change.
     """
     trained = ", ".join(name for name, *_ in free_parameters(mll))
     return {name: _described(module) for name, module in mll.named_modules()} | {"trained parameters": trained}

@@ -1,5 +1,3 @@
-"""Choice of the fitting method."""
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -17,7 +15,7 @@ from gpy_iterative.training.training_system import TrainingSystem, check_has_dat
 
 Method = Literal["auto", "average_information", "quasi_newton", "adam"]
 
-#: Most free hyperparameters for which "auto" computes a curvature.
+#: More are trained by Adam.
 MOST_HYPERPARAMETERS = 60
 
 
@@ -28,10 +26,7 @@ class Choice:
 
 
 def choose(mll: Any, method: Method, batches: object | None, params: Sequence[Any] = ()) -> Choice:
-    """The method, and a sentence with the reason.
-
-    Raises ValueError for conflicting options, or a kernel without average information.
-    """
+    """Raises ValueError for conflicting options, or a kernel without average information."""
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
     if method not in ("auto", "adam") and batches is not None:
@@ -68,10 +63,7 @@ def _obstacles(mll: Any, batches: object | None, is_exact: bool) -> Iterator[str
 
 
 def _missing_information(mll: Any, params: Sequence[Any]) -> str | None:
-    """Why an exact marginal log likelihood has no average information; None if it has, or for other mlls.
-
-    Makes the training data's operator, without a product.
-    """
+    """Why an exact marginal log likelihood has no average information; None for other mlls."""
     if not isinstance(mll, IterativeMarginalLogLikelihood):
         return None
     for name, module in mll.model.named_modules():
@@ -86,7 +78,7 @@ def _missing_information(mll: Any, params: Sequence[Any]) -> str | None:
 
 
 def system_now(mll: GaussianMarginalLogLikelihood, params: Sequence[Any] = ()) -> TrainingSystem:
-    """The current linear system of the training data. Cost: the mean at all training inputs."""
+    """The current system of the training data. Cost: the mean at all training inputs."""
     model: Any = mll.model
     check_has_data(model)
     to_training_mode(mll, model, mll.likelihood)

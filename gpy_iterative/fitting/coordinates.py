@@ -1,7 +1,6 @@
 """Free hyperparameters as one vector of coordinates: logarithms of positive ones, logits of intervals.
 
-Values pass through GPyTorch's constraints, so the transforms of raw parameters do not matter. Limits of constraints and
-prior supports, such as the least noise, are bounds.
+Limits of constraints and prior supports are bounds.
 """
 
 import math
@@ -20,7 +19,7 @@ from gpy_iterative.worker_threads import CPU
 
 Kind = Literal["log", "logit", "identity"]
 
-#: Distance from a bound, where raw parameters are infinite. Relative to positive values, or to an interval with both signs.
+#: Distance from bounds, where raw parameters are infinite.
 MARGIN = 1e-3
 
 
@@ -29,11 +28,9 @@ class Coordinate:
     """The coordinates of one parameter, one per entry.
 
     Attributes:
-        name: as the user sees it, without "raw_": "covar_module.base_kernel.lengthscale".
-        parameter: the raw parameter.
-        constraint: its constraint or None.
+        name: as the user sees it, "covar_module.base_kernel.lengthscale".
         kind: "log" for positive values, "logit" for other finite intervals, else "identity".
-        support: least and largest value by its priors, in its shape.
+        support: least and largest value by its priors.
     """
 
     name: str
@@ -69,7 +66,7 @@ class Coordinate:
         return (values - low).log() - (high - values).log()
 
     def slopes(self) -> Tensor:
-        """Derivatives of the coordinates by the raw parameters, in its shape."""
+        """Derivatives of the coordinates by the raw parameters."""
         raw = self.parameter.detach().double().requires_grad_()
         return torch.autograd.grad(self.coordinates(self.values(raw)).sum(), raw)[0]
 
@@ -91,7 +88,6 @@ class Coordinate:
         return low + margin(low), high - margin(high)
 
     def limits(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The constraint's bounds, in the shape of `like`."""
         assert self.constraint is not None
         bounds = (self.constraint.lower_bound, self.constraint.upper_bound)
         return tuple(bound.to(like).expand_as(like) for bound in bounds)
@@ -123,14 +119,13 @@ def _kind(constraint: Interval | None) -> Kind:
 
 
 def free_parameters(module: gpytorch.Module) -> Iterator[tuple[str, Parameter, Interval | None]]:
-    """Name, raw parameter and constraint of all trained parameters, tied ones once."""
     for name, parameter, constraint in module.named_parameters_and_constraints():
         if parameter.requires_grad and parameter.numel():
             yield name, parameter, constraint
 
 
 def network_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Free parameters, by name, outside GPyTorch's modules."""
+    """Free parameters outside GPyTorch's modules."""
     return {
         f"{path}.{name}": parameter
         for path, part in module.named_modules()
@@ -157,10 +152,7 @@ class Coordinates:
         ValueError: nothing is free, or a prior and a constraint have no value in common.
 
     Attributes:
-        parts: by parameter.
-        names: [p], by entry.
-        lower, upper: [p], bounds.
-        has_units: [p], whether a coordinate is the value itself, with its units.
+        has_units: [p], whether a coordinate is the value itself.
     """
 
     def __init__(self, module: gpytorch.Module, *, excluded: Collection[Parameter] = ()) -> None:
@@ -190,7 +182,6 @@ class Coordinates:
 
     @torch.no_grad()
     def write(self, coordinates: Tensor) -> None:
-        """Sets the parameters, rounded to their dtype."""
         for part, values in zip(self.parts, self.user_values(coordinates), strict=True):
             raw = values if part.constraint is None else part.constraint.inverse_transform(values)
             part.parameter.copy_(raw)
@@ -212,7 +203,6 @@ class Coordinates:
         return self._joined(self.user_values(coordinates)).tolist()
 
     def slopes(self) -> Tensor:
-        """Derivatives [p] of the coordinates by the raw parameters."""
         return self._joined([part.slopes() for part in self.parts])
 
     def gradient(self, function: Tensor, *, retain_graph: bool = False) -> Tensor:

@@ -1,5 +1,3 @@
-"""`gpi.fit`: trains a marginal log likelihood to its optimum."""
-
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +25,6 @@ from gpy_iterative.training.run import Resumable, make_generator
 
 logger = logging.getLogger(__name__)
 
-#: Default number of steps.
 MAX_STEPS = {"average_information": 30, "quasi_newton": 60, "adam": 300}
 
 
@@ -46,22 +43,22 @@ def fit(
     callback: Callable[[HistoryRow], object] | None = None,
     generator: torch.Generator | int | None = None,
 ) -> FitResult:
-    """Trains model and likelihood, in place, to the optimum of the marginal log likelihood, and stops by itself.
+    """Trains model and likelihood, in place, to the optimum of the marginal log likelihood.
 
     Args:
         mll: any marginal log likelihood of the package, with training data in its model.
         method: "average_information" uses the curvature and takes about ten steps; "quasi_newton" learns the curvature of
-            exact values; "adam" has a decaying rate (quadruply stochastic models: their own optimiser). With at most 60
-            free hyperparameters, no network and no trained inducing points, "auto" is average information for
-            `HutchinsonMarginalLogLikelihood` and `PathwiseMarginalLogLikelihood`, and quasi-Newton for Laplace's method
-            with a Cholesky factor; else Adam. See `result.reason`.
+            exact values; "adam" has a decaying rate (quadruply stochastic models: their own optimiser). "auto" is average
+            information for `HutchinsonMarginalLogLikelihood` and `PathwiseMarginalLogLikelihood`, quasi-Newton for
+            Laplace's method with a Cholesky factor; Adam for others, for more than 60 free hyperparameters, networks and
+            trained inducing points.
         max_steps: None is 30, 60 for quasi-Newton, 300 for Adam.
         batches: mini-batches for Adam: pairs (x, y), or row numbers for mlls with `indices=`; a list or a DataLoader. None
-            is all training data in every step; mini-batch methods draw rows from them.
+            is all training data; mini-batch methods draw rows from them.
         params: the likelihood's arguments, as in `mll(model(x), y, *params)`.
         start: "current" hyperparameters, or "subsets": see `gpy_iterative.initialize_from_subsets`.
-        checkpoint: a file, written atomically after each step. If it exists, the same call resumes exactly; only
-            shuffled `batches` are redrawn.
+        checkpoint: a file, written after each step. If it exists, the same call resumes exactly; only shuffled `batches`
+            are redrawn.
         progress: True shows a bar; a callable gets every `gpy_iterative.progress.ProgressReport`.
         callback: gets every `HistoryRow`; the model may be one step ahead.
         generator: for stochastic solvers; a generator or a seed, None is seed 0. Probes use the mll's own.
@@ -70,13 +67,10 @@ def fit(
         A `FitResult`. Ctrl-C ends the fit after the last step, with status BUDGET.
 
     Raises:
-        ValueError: an invalid option, nothing to fit, a kernel without average information, subsets of a model that is no
-            exact Gaussian process.
+        ValueError, TypeError: an invalid option, nothing to fit, an mll that the method cannot fit.
         CheckpointError: a checkpoint of another fit.
         OSError: a checkpoint that cannot be written.
-        TypeError: an mll that the method cannot fit; invalid batches or callback.
-        NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Parameters, buffers and
-            modes are restored.
+        NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Nothing changes.
 
     Warns:
         DataWarning: data on a very different scale, constant inputs, duplicate rows, equal terms of a kernel.
@@ -98,7 +92,7 @@ def fit(
             "gpi.fit needs a marginal log likelihood of gpy_iterative such as gpi.mlls.HutchinsonMarginalLogLikelihood, "
             f"got {type(mll).__name__}. Fit the members of a sum one by one."
         )
-    # Before the choice, whose forward pass changes buffers.
+    # Before the choice, which changes buffers.
     before = {name: tensor.clone() for name, tensor in mll.state_dict().items()}
     modes = [(module, module.training) for module in mll.modules()]
     history: list[HistoryRow] = []
@@ -162,9 +156,9 @@ def _loop(
         curved = AverageInformation(mll, params=params, generator=random)
         loop = CurvatureLoop(curved, history, steps, choice.reason)
     if known is not None:
-        mll.load_state_dict(known.parameters)  # first: it replaces buffers that a state of the steps belongs to
+        mll.load_state_dict(known.parameters)  # first: it replaces buffers
         try:
-            loop.load_state(known.state)  # also checks it
+            loop.load_state(known.state)
         except ValueError as error:
             raise CheckpointError(f"checkpoint= belongs to another fit, give another file: {error}") from error
     return loop

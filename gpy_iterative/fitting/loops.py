@@ -28,12 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class Loop(ABC):
-    """Base of the loops, with history and checkpoints.
+    """Base of the loops.
 
     Attributes:
         history: begins with the rows of a checkpoint.
-        max_steps: of the whole fit.
-        preparation: seconds before the first step, added to the first row.
+        preparation: seconds, added to the first row.
     """
 
     method: str
@@ -47,21 +46,17 @@ class Loop(ABC):
         """Adds a row, and makes a step or returns the final status."""
 
     @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """Checkpoint state, without parameters and history."""
+    def state(self) -> dict[str, Any]: ...
 
     @abstractmethod
-    def hyperparameters(self) -> tuple[Estimated, ...]:
-        """Current values and standard errors."""
+    def hyperparameters(self) -> tuple[Estimated, ...]: ...
 
     def irrelevant(self) -> tuple[str, ...]:
-        """Lengthscales of unneeded inputs."""
         return ()
 
     @property
     @abstractmethod
-    def steps(self) -> int:
-        """Steps made."""
+    def steps(self) -> int: ...
 
     def run(
         self,
@@ -76,7 +71,7 @@ class Loop(ABC):
             while status is None:
                 try:
                     known = len(self.history)
-                    to_training_mode(self.mll, self.mll.model, self.mll.likelihood)  # a callback may have predicted
+                    to_training_mode(self.mll, self.mll.model, self.mll.likelihood)
                     for module in held:
                         module.eval()
                     status = self.advance()
@@ -119,9 +114,9 @@ class CurvatureLoop(Loop):
         self._optimiser = optimiser
         self._steps, self._has_raised = 0, False
         self._seen: list[bool] = []
-        self._best: tuple[float, float, float, Tensor] | None = None  # nats left, value, its error and position
+        self._best: tuple[float, float, float, Tensor] | None = None  # nats left, value, error, position
         self._last: Step | None = None
-        self._assessed: Assessment | None = None  # of the current point
+        self._assessed: Assessment | None = None
 
     @property
     def steps(self) -> int:
@@ -152,9 +147,9 @@ class CurvatureLoop(Loop):
         return None
 
     def _ended(self, found: Assessment, limit: float) -> FitStatus:
-        """The status where no further gain is visible; far from the optimum something other than noise is wrong."""
+        """Far from the optimum something other than noise hides a gain."""
         if found.left - CLEAR * found.noise > NEAR * limit:
-            self._assessed = None  # the curvature away from an optimum gives no standard errors
+            self._assessed = None  # no standard errors away from an optimum
             return FitStatus.STAGNATED
         if found.held.any():
             return FitStatus.BOUND
@@ -173,7 +168,7 @@ class CurvatureLoop(Loop):
         return found
 
     def _is_best(self, point: Point, found: Assessment) -> bool:
-        """By its value where that differs clearly: on a plateau little seems left to gain. Else by the nats left."""
+        """By its value where that differs clearly: on a plateau little seems left to gain."""
         if self._best is None:
             return True
         left, value, error, _ = self._best
@@ -183,9 +178,8 @@ class CurvatureLoop(Loop):
         return found.left < left
 
     def _settle(self) -> Assessment:
-        """The assessment at the end, which the last row tells."""
         start, known = time.perf_counter(), self._optimiser.assess()
-        self._assessed = None  # until Ctrl-C cannot come between
+        self._assessed = None  # Ctrl-C may come between
         found, last = self._optimiser.settle(), self.history[-1]
         if found is not known:
             epochs, seconds = found.curvature.epochs + (last.epochs or 0.0), last.seconds + time.perf_counter() - start
@@ -242,7 +236,6 @@ class CurvatureLoop(Loop):
 
 
 def _is_visible(last: Step, found: Assessment) -> bool:
-    """Whether the step gained what noise does not hide: gradients show a large gain, values one of `LEFT` nats."""
     is_seen = last.seen and (last.gained > LEFT or found.noise == 0)
     return is_seen or last.gained > NEAR * _noise_limit(found)
 
@@ -272,7 +265,6 @@ class AdamLoop(Loop):
         self.history.append(
             HistoryRow(self.steps + 1, value, sem, None, None, length, epochs, time.perf_counter() - start)
         )
-        # Mini-batch values go up and down; a schedule needs all its steps.
         values = [row.value for row in self.history]
         if not self._optimiser.is_sampled and has_stalled(values, LEFT / self.mll.model.train_targets.numel()):
             if any(each.at_bound for each in self.hyperparameters()):

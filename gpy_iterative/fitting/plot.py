@@ -1,5 +1,3 @@
-"""Plots by matplotlib, which is optional and slow to import, so loaded on use."""
-
 import importlib
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,8 +15,9 @@ class Row(Protocol):
 
 
 def new_figure(caller: str, size: tuple[float, float]) -> Any:
-    """An empty `matplotlib.figure.Figure`; size in inches. Without matplotlib, ImportError names the caller."""
+    """An empty `matplotlib.figure.Figure`. ImportError, with the caller's name, without matplotlib."""
     try:
+        # Optional, and slow to import.
         figures = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ImportError(f"{caller} needs matplotlib, which is not installed: pip install matplotlib.") from error
@@ -26,7 +25,6 @@ def new_figure(caller: str, size: tuple[float, float]) -> Any:
 
 
 def plot_history(rows: Sequence[Row]) -> Any:
-    """The figure of `FitResult.plot`."""
     steps = [row.step for row in rows]
     has_left = any(row.left_to_gain is not None for row in rows)
     figure = new_figure("result.plot()", (6, 5 if has_left else 3))

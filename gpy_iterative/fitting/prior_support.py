@@ -18,10 +18,7 @@ def is_in_supports(module: gpytorch.Module) -> bool:
 
 @torch.enable_grad()
 def support_of(module: gpytorch.Module, parameter: Parameter, values: Tensor) -> Range:
-    """Least and largest value that the parameter's own priors allow, in its shape; `values` are as the user sees them.
-
-    Priors on other expressions, such as a product of two parameters, give no bound.
-    """
+    """Least and largest value that the parameter's own priors allow."""
     low, high = torch.full_like(values, -math.inf), torch.full_like(values, math.inf)
     for _, owner, prior, closure, _ in module.named_priors():
         seen = closure(owner)
@@ -46,7 +43,7 @@ def _ends(prior: gpytorch.priors.Prior) -> tuple[float | Tensor, float | Tensor]
 
 
 def _is_in_support(prior: gpytorch.priors.Prior, values: Tensor) -> bool:
-    if isinstance(prior, LKJCovariancePrior):  # its density raises outside of the deviations' support
+    if isinstance(prior, LKJCovariancePrior):  # its density raises outside
         deviations = values.diagonal(dim1=-2, dim2=-1).sqrt()
         if not _is_in_support(prior.sd_prior, deviations):
             return False

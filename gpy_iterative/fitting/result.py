@@ -1,5 +1,3 @@
-"""Result of a fit."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +9,10 @@ from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.plot import plot_history
 from gpy_iterative.fitting.stopping import FitStatus
 
-#: Half-width of a 95 % interval, in standard errors.
+#: Of a 95 % interval, in standard errors.
 WIDTH = 1.96
-#: A coordinate is undetermined if the ridge makes more than this part of its variance, or the interval of a positive
-#: parameter spans more than e^(2 * 1.96 * 3).
+#: Undetermined are a larger part of the variance from the ridge, and larger standard errors in log units.
 RIDGE_PART, WIDEST = 0.1, 3.0
-#: Hyperparameters and history rows that `print` lists.
 MAX_LISTED, MOST_ROWS = 40, 40
 
 
@@ -26,13 +22,12 @@ class HistoryRow:
 
     Attributes:
         step: 0 is the start.
-        value: log marginal likelihood per datum, as the mll returns it (mean over a batch).
-        value_sem: its standard error.
+        value: log marginal likelihood per datum (mean over a batch).
         left_to_gain: nats in total; None for Adam.
         noise: error of `left_to_gain` from probe noise, in nats; None for Adam.
         step_length: largest move of a coordinate, in log units for positive parameters.
         epochs: passes over the kernel matrix since the last row; None if not counted.
-        seconds: wall-clock time since the last row; the first includes the start on subsets.
+        seconds: since the last row; the first includes the start on subsets.
     """
 
     step: int
@@ -61,12 +56,10 @@ class Estimated:
     """One hyperparameter with its standard error.
 
     Attributes:
-        name: "covar_module.base_kernel.lengthscale[3]".
-        value: as the user sees it.
         standard_error: of the logarithm for positive parameters, of the logit for intervals, else of the value; None if
             undetermined by the data.
         low, high: 95 % interval, in the units of `value`; None if undetermined.
-        at_bound: whether it is at a bound of its constraint.
+        at_bound: of its constraint.
     """
 
     name: str
@@ -89,14 +82,12 @@ class FitResult:
     """What `gpi.fit` returns; `print(result)` shows it.
 
     Attributes:
-        status: how the fit ended; `status.advice` says what to do.
+        status: `status.advice` says what to do.
         history: one row for the start and for each step.
         hyperparameters: in the mll's order; Adam gives no standard errors.
-        irrelevant: lengthscales of unneeded inputs, whose value changes nothing.
-        method: "average_information", "quasi_newton" or "adam".
+        irrelevant: lengthscales of unneeded inputs.
         reason: for the method.
-        seconds: of the whole fit.
-        is_interrupted: whether Ctrl-C ended it; the status is then BUDGET.
+        is_interrupted: by Ctrl-C; the status is then BUDGET.
     """
 
     status: FitStatus
@@ -116,11 +107,11 @@ class FitResult:
 
     @property
     def has_standard_errors(self) -> bool:
-        """False for Adam, for STAGNATED, or when Ctrl-C ended the fit before its curvature was known."""
+        """False for Adam, for STAGNATED, or after an early Ctrl-C."""
         return any(each.standard_error is not None for each in self.hyperparameters)
 
     def plot(self) -> Any:
-        """Value and nats left to gain by step: a `matplotlib.figure.Figure`. Raises ImportError without matplotlib."""
+        """Value and nats left to gain by step: a `matplotlib.figure.Figure`."""
         return plot_history(self.history)
 
     def __str__(self) -> str:
@@ -153,7 +144,7 @@ def _shortened(rows: list[str]) -> list[str]:
 
 
 def _told(irrelevant: Sequence[str], names: Sequence[str]) -> list[str]:
-    """What irrelevant lengthscales mean; a kernel without relevant ones is of no use, or began far from the data."""
+    """A kernel without relevant lengthscales is of no use, or began far from the data."""
     kernel_of = lambda name: name.partition("[")[0]
     useful = {kernel_of(name) for name in names if name not in irrelevant}
     inputs = [name for name in irrelevant if kernel_of(name) in useful]
@@ -170,13 +161,7 @@ def _told(irrelevant: Sequence[str], names: Sequence[str]) -> list[str]:
 def estimated(
     coordinates: Coordinates, position: Tensor, matrix: Tensor, ridge: Tensor, held: Tensor
 ) -> tuple[Estimated, ...]:
-    """Hyperparameters with standard errors from the curvature.
-
-    Args:
-        matrix: A without ridge [p, p].
-        ridge: [p], added to its diagonal.
-        held: [p], coordinates at a bound, fixed for the others' errors.
-    """
+    """With standard errors from A [p, p] with a ridge [p]; coordinates `held` at bounds are fixed for the others."""
     free = ~held
     variances = torch.full_like(position, torch.nan)
     if free.any():
@@ -207,7 +192,7 @@ def without_errors(coordinates: Coordinates) -> tuple[Estimated, ...]:
 def irrelevant_inputs(coordinates: Coordinates, matrix: Tensor) -> tuple[str, ...]:
     """Lengthscales that the data do not determine even with all others known, from A [p, p].
 
-    One that is only jointly undetermined may matter: with the outputscale it may form a linear function.
+    Those only jointly undetermined may matter: with the outputscale, one may form a linear function.
     """
     is_logarithm = {name for part in coordinates.parts if part.kind == "log" for name in part.names()}
     return tuple(

@@ -1,19 +1,15 @@
-"""Stopping rules: nats left to gain; for Adam, standard errors of its smoothed value."""
-
 import math
 from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
 
-#: Nats: all hyperparameters are within a third of their standard errors of the optimum.
+#: Nats: hyperparameters are within a third of their standard errors of the optimum.
 LEFT = 0.05
-#: Nats of noise per hyperparameter of a converged fit: .45 of its standard error.
+#: Nats of noise per hyperparameter: .45 of its standard error.
 NOISE = 0.1
-#: Steps without visible gain after which the nats left should have halved, if NEAR the end; nats CLEAR of their noise; a
-#: fall to this part of the least nats left.
+#: Steps without visible gain, nats left near the end, standard errors of a clear difference, a fall of the nats left.
 DROWNED, NEAR, CLEAR, FALL = 2, 5.0, 3.0, 0.9
-#: Steps without a gain of one standard error, or of `LEFT`, that end Adam; steps that smooth its value; such gains by which
-#: its smoothed values may differ.
+#: Of Adam: steps without gain, steps that smooth the value, gains by which smoothed values differ.
 PATIENCE, SMOOTHED, STEADY = 20, 10, 2.0
 
 
@@ -40,7 +36,7 @@ class FitStatus(Enum):
 
     @property
     def advice(self) -> str:
-        """What to do, in one to three sentences."""
+        """What to do."""
         return self.value
 
 
@@ -51,14 +47,13 @@ def has_converged(left: float, noise: float) -> bool:
 def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float, noise: float) -> bool:
     """Whether unknown errors of solves and rounding hide the nats left to gain.
 
+    True if steps without visible gain leave more than the best earlier point; near the end, more than half of it, unless
+    the last step leaves clearly less than all others.
+
     Args:
-        lefts: nats left to gain, by point.
-        seen: whether the step to each point had a visible gain.
+        lefts, seen: by point: nats left to gain, and whether the step to it had a visible gain.
         limit: nats of noise of a converged fit.
         noise: of the last nats left.
-
-    True if steps without visible gain leave more to gain than the best earlier point; near the end, more than half of it,
-    unless the last step leaves clearly less than all others, and clearly something.
     """
     if len(lefts) <= DROWNED or any(seen[-DROWNED:]):
         return False
@@ -71,10 +66,6 @@ def has_stalled(values: Sequence[float], least: float) -> bool:
     """Whether the smoothed value recently gained neither its standard error nor `least`, and was steady.
 
     Adam's momentum carries it past an optimum: the value falls, and rises again; gains count from the lowest.
-
-    Args:
-        values: by step; noisy or not.
-        least: gain worth `PATIENCE` steps, in the units of the values.
     """
     recent = values[-PATIENCE - SMOOTHED :]
     if len(values) < PATIENCE + 2 * SMOOTHED:

@@ -1,7 +1,4 @@
-"""Initial hyperparameters from small subsets, for large data sets.
-
-Subsets follow Lin et al. 2024 (arXiv 2405.18457, appendix B), which averages hyperparameters.
-"""
+"""Initial hyperparameters from subsets, as in Lin et al. 2024 (arXiv 2405.18457, appendix B)."""
 
 import copy
 import logging
@@ -25,9 +22,9 @@ from gpy_iterative.worker_threads import CPU
 
 logger = logging.getLogger(__name__)
 
-#: A subset's fit ends below this many nats left, or after this many steps: it is only a start.
+#: Nats left and steps, where a subset's fit ends.
 LEFT, MAX_STEPS = 0.5, 15
-#: Default rows of a subset, and of one of many data, whose steps take minutes: the start then costs little beside a step.
+#: Many data have long steps: a large subset costs little beside them.
 SUBSET_SIZE, LARGE_SUBSET_SIZE, MANY_DATA = 1_000, 3_000, 200_000
 
 
@@ -42,22 +39,20 @@ def initialize_from_subsets(
 ) -> None:
     """Sets the hyperparameters of model and likelihood, in place, to a weighted mean of the optima of subsets.
 
-    Half of each subset is a random training point with its nearest neighbours (Euclidean, standardised inputs), for short
-    lengthscales; half is random rows, for long ones. Average information fits a copy of the model, from the last optimum.
-    The optima t_k, logarithms of positive hyperparameters, are weighted by their information A_k: (sum_k A_k)^-1 sum_k A_k
-    t_k, within the range of the optima.
+    Half of each subset is a random training point with its nearest neighbours (Euclidean, standardised inputs), half is
+    random rows. Average information fits a copy of the model, from the last optimum. The optima t_k, logarithms of
+    positive hyperparameters, are weighted by their information A_k: (sum_k A_k)^-1 sum_k A_k t_k, within their range.
 
     Args:
         model: with training data; inputs [n, d], targets [*b, n] or [n, T].
-        likelihood: Gaussian.
-        subset_size: rows per subset, at most n. None is 1,000, or 3,000 from 200,000 data on. Up to 3,000, steps are exact
-            (n^3), else iterative.
+        subset_size: rows, at most n. None is 1,000, or 3,000 from 200,000 data on. Up to 3,000, steps are exact (n^3), else
+            iterative.
         generator: draws the subsets; a generator or a seed, None is seed 0.
         progress: as in `gpy_iterative.fit`.
 
     Raises:
-        ValueError: invalid options, no training data, batches of inputs, non-finite inputs, a model without average
-            information (a network, more than 60 hyperparameters).
+        ValueError: invalid options, no training data, batches of inputs, non-finite inputs, a non-Gaussian likelihood, a
+            model without average information (a network, more than 60 hyperparameters).
         NonFiniteError, NotPositiveDefiniteError: a subset cannot be evaluated. Any error leaves the model unchanged.
 
     Cost: about 10 steps for the first subset and 3 for each other.
@@ -117,7 +112,6 @@ def check_subsets(model: Any, likelihood: Any) -> None:
 
 
 def _standardised_columns(model: ExactGP) -> Tensor:
-    """Training inputs side by side, [n, d], with mean 0 and deviation 1 (or 0)."""
     assert model.train_inputs is not None
     assert model.train_targets is not None
     columns = torch.cat([inputs.detach().to(model.train_targets.dtype) for inputs in model.train_inputs], dim=-1)
@@ -127,7 +121,6 @@ def _standardised_columns(model: ExactGP) -> Tensor:
 
 
 def _near_and_far(columns: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Rows [size]: a random point with its nearest neighbours, and random rows."""
     centre = int(torch.randint(columns.shape[0], (), generator=generator, device=generator.device))
     order = (columns - columns[centre]).square().sum(-1).argsort()
     near, others = order.split([size - size // 2, len(order) - size + size // 2])
@@ -138,7 +131,6 @@ def _near_and_far(columns: Tensor, size: int, generator: torch.Generator) -> Ten
 def _of_rows(
     model: ExactGP, likelihood: Likelihood, rows: Tensor, position: Tensor | None = None
 ) -> IterativeMarginalLogLikelihood:
-    """The mll of a copy with these training rows, at a position."""
     # Together: a shared likelihood stays shared.
     model, likelihood = copy.deepcopy((model, likelihood))
     to_training_mode(model, likelihood)
@@ -154,7 +146,7 @@ def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:
     rows = rows.to(targets.device)
     inputs = tuple(x[rows] for x in model.train_inputs)
     model.set_train_data(inputs, strict=False)
-    with torch.no_grad():  # on few rows, for the prior's layout
+    with torch.no_grad():  # for the prior's layout
         data_dim = targets.dim() - len(model(*inputs).event_shape)
     model.set_train_data(targets=targets.index_select(data_dim, rows), strict=False)
     if isinstance(likelihood, FixedNoiseGaussianLikelihood):
@@ -162,7 +154,7 @@ def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:
 
 
 def _climbed(mll: IterativeMarginalLogLikelihood, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
-    """Optimum [p], its information [p, p], and the value per datum."""
+    """Optimum [p], information [p, p], value per datum."""
     optimiser = AverageInformation(mll, generator=generator)
     for _ in range(MAX_STEPS):
         if optimiser.assess().left < LEFT or optimiser.step() is None:
@@ -172,7 +164,7 @@ def _climbed(mll: IterativeMarginalLogLikelihood, generator: torch.Generator) ->
 
 
 def _combined(optima: Tensor, information: Tensor) -> Tensor:
-    """The weighted mean within the optima's range: [k, p] and [k, p, p] give [p]."""
+    """The weighted mean [p] of optima [k, p], within their range."""
     weighted = (information @ optima.unsqueeze(-1)).sum(0)
     found = torch.linalg.solve(information.sum(0), weighted).squeeze(-1)
     return found.maximum(optima.amin(0)).minimum(optima.amax(0))

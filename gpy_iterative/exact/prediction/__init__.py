@@ -1,5 +1,5 @@
 """Posteriors of exact Gaussian processes: means, variances and sample paths.
 
-Begin with `posterior.py`; then `training_solves.py`, and for variances `projection.py` and `local_part.py`. It may import
-what `exact` may.
+Begin with `posterior.py` and `training_solves.py`; `projection.py` and `local_part.py` give variances. It may import what
+`exact` may.
 """

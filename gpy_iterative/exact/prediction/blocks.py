@@ -14,7 +14,7 @@ from gpy_iterative.linear_operators import extensions
 
 
 def product(operator: LinearOperator, columns: Tensor) -> Tensor:
-    """`operator @ columns` in the columns' dtype, without autograd where no tensor requires a gradient."""
+    """`operator @ columns` in the columns' dtype, without a graph where no tensor requires a gradient."""
     operator = converted(operator, columns.dtype)
     tensors = (columns, *operator.representation())
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -24,25 +24,24 @@ def product(operator: LinearOperator, columns: Tensor) -> Tensor:
 
 
 def converted(operator: LinearOperator, dtype: torch.dtype) -> LinearOperator:
-    """The operator in float64 if that is the dtype."""
     if dtype != torch.float64 or operator.dtype == dtype:
         return operator
     return extensions.in_float64(operator, keeps_tiles=False)
 
 
 def rows_product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """Rows [*f, *b, t, n] times matrix [*b, n, s]; `@` would copy a batch of matrices for each of f."""
+    """Rows [*f, *b, t, n] times matrix [*b, n, s]; `@` would copy matrices."""
     return torch.einsum("...tn,...ns->...ts", rows, matrix)
 
 
 def dense(operator: LinearOperator) -> Tensor:
-    """The matrix; not linear_operator's memoised one, which stays in memory and may lack a graph."""
+    """The matrix. linear_operator's memoised one stays in memory and may lack a graph."""
     return operator.representation_tree()(*operator.representation()).to_dense()
 
 
 @torch.no_grad()
 def principal_blocks(operator: LinearOperator, index: Tensor) -> Tensor:
-    """Dense operator[index, index]: [*b, n, n] and index [*batch, *b, t, k] to [*batch, *b, t, k, k]."""
+    """operator[index, index] for index [*batch, *b, t, k]: [*batch, *b, t, k, k]."""
     if not operator.batch_shape:
         sets = index.reshape(-1, index.shape[-1])
         return extensions.principal_blocks(operator, sets).reshape(*index.shape, index.shape[-1])
@@ -85,7 +84,7 @@ def _shrunk(rows: slice, group: int) -> slice:
 
 
 def scatter_rows(columns: Tensor, observed: Tensor | None) -> Tensor:
-    """[*b, m, s] to [*b, n, s], with zeros for unobserved data."""
+    """[*b, m, s] to [*b, n, s], zero for unobserved data."""
     if observed is None:
         return columns
     result = columns.new_zeros(*columns.shape[:-2], observed.shape[-1], columns.shape[-1])

@@ -1,5 +1,3 @@
-"""The posterior covariance as an operator."""
-
 from typing import Any
 
 import torch
@@ -11,18 +9,17 @@ from gpy_iterative.exact.prediction.blocks import converted, row_block, row_grou
 from gpy_iterative.exact.prediction.projection import Projection
 from gpy_iterative.training.progress import Progress, reporting
 
-#: Numbers in one chunk of test points: half a gigabyte in float64.
+#: Half a gigabyte in float64.
 CHUNK_NUMBERS = 2**26
 
 
 class DenseOnRequestLinearOperator(LinearOperator):
-    """A covariance with a diagonal of its own; everything else comes from `_evaluated`, a matrix [*b, t, t]."""
+    """A covariance with its own diagonal; all else comes from a matrix `_evaluated()` [*b, t, t]."""
 
     def _evaluated(self) -> Tensor:
         raise NotImplementedError
 
     def to_dense(self) -> Tensor:
-        """The matrix, kept unless it may have a graph."""
         kept: Tensor | None = self.__dict__.get("_dense")
         if kept is None:
             kept = self._evaluated()
@@ -53,16 +50,15 @@ class DenseOnRequestLinearOperator(LinearOperator):
 
 
 class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):
-    """K(x, x) - K(x, X) H^-1 K(X, x), approximated by a projection.
+    """K(x, x) - K(x, X) H^-1 K(X, x) from a projection, differentiable in both blocks.
 
-    The diagonal is computed in chunks; everything else is dense, memory t^2. Differentiable in both blocks.
+    The diagonal is computed in chunks; everything else is dense, memory t^2.
 
     Args:
         test_test: K(x, x) [*batch, t, t].
-        test_train: K(x, X) [*batch, t, n], or [batch * t, n] with all points in one list.
-        source: its `projection()` gives the `Projection` when first needed.
-        chunk_size: test points per chunk; None takes half a gigabyte.
-        progress: for chunked variances.
+        test_train: K(x, X) [*batch, t, n], or one list [batch * t, n].
+        source: its `projection()` gives the `Projection`.
+        chunk_size: test points; None takes half a gigabyte.
     """
 
     def __init__(
@@ -90,7 +86,6 @@ class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):
         size, length = self.test_train.shape[-2], self._chunk_length(projection)
         if size <= length:
             return projection.variance(prior_variance, self.test_train).to(self.dtype)
-        # A list of points for a batch is reshaped at the end.
         flat = prior_variance.reshape(*self.test_train.batch_shape, size)
         parts = []
         with reporting(self.progress, "variances", "points", size) as tell:
@@ -105,7 +100,7 @@ class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):
         return projection.covariance(self._prior(projection).to_dense(), self.test_train).to(self.dtype)
 
     def _prior(self, projection: Projection) -> LinearOperator:
-        """K(x, x), whose dtype says how exact K(x, X) is: GPyTorch's evaluated block stays as rounded as it is."""
+        """K(x, x), no more exact than K(x, X): GPyTorch's blocks stay as rounded as they are."""
         is_evaluated = isinstance(self.test_train, DenseLinearOperator)
         return self.test_test if is_evaluated else converted(self.test_test, projection.basis.dtype)
 

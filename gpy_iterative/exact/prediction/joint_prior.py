@@ -1,5 +1,3 @@
-"""Blocks of the joint prior of training and test points."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,7 +32,7 @@ _COMPOSITIONS = (
 
 @dataclass(frozen=True)
 class JointPrior:
-    """The blocks of t test points with T outputs each."""
+    """Blocks of the joint prior of training data and t test points with T outputs each."""
 
     mean: Tensor  # [*batch, t T]
     test_train: LinearOperator  # K(x, X) [*batch, t T, n], or one list [batch * t T, n]
@@ -49,9 +47,9 @@ class JointPrior:
 def joint_prior(
     model: ExactGP, inputs: Sequence[Tensor], batch_shape: torch.Size, products: KernelProducts
 ) -> JointPrior:
-    """The blocks of a model in evaluation mode at inputs [*batch, t, d]; tiles are not kept.
+    """The blocks of a model in evaluation mode at inputs [*batch, t, d].
 
-    Without a `batch_shape` of the training system, batches become one list: training inputs are not repeated.
+    Without a `batch_shape` in training, batches become one list: training inputs are not repeated.
     """
     train = unexpanded(model.train_inputs or ())
     inputs = checked_inputs(train, inputs)
@@ -86,7 +84,7 @@ def joint_prior(
 
 
 def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Test inputs [*batch, t, d]; ValueError if they do not fit, RuntimeError under `torch.autocast`."""
+    """Test inputs [*batch, t, d]; ValueError if they do not fit."""
     check_autocast()
     if len(inputs) != len(train):
         raise ValueError(f"The model takes {len(train)} input tensor(s), as its training inputs; got {len(inputs)}.")
@@ -112,14 +110,12 @@ def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Te
 
 
 def graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:
-    """Autograd only where an input requires a gradient."""
     return torch.set_grad_enabled(
         torch.is_grad_enabled() and any(torch.is_tensor(x) and x.requires_grad for x in inputs)
     )
 
 
 def stacked(train: Tensor, test: Tensor) -> Tensor:
-    """Training and test inputs, [*b, n + t, d]."""
     batch = torch.broadcast_shapes(train.shape[:-2], test.shape[:-2])
     return torch.cat([train.expand(*batch, *train.shape[-2:]), test.expand(*batch, *test.shape[-2:])], dim=-2)
 
@@ -143,7 +139,7 @@ def covariance_blocks(
 
 
 def _rounded_as(test_train: LinearOperator, test_test: LinearOperator) -> LinearOperator:
-    """K(x, x) at the scaled inputs of K(x, X), which a centre of its own would round otherwise."""
+    """K(x, x) at the scaled inputs of K(x, X): another centre rounds them otherwise."""
     if isinstance(test_test, NoisyLinearOperator):
         return NoisyLinearOperator(_rounded_as(test_train, test_test.kernel), test_test.noise)
     if isinstance(test_test, RadialKernelLinearOperator) and isinstance(test_train, RadialKernelLinearOperator):

@@ -1,6 +1,6 @@
-"""The local part of a projection: observations near a test point, see `projection.py`.
+"""The local part of a projection: observations near a test point.
 
-With a far field and one kernel a tree finds the nearest; else those with the largest remaining correlation are used.
+With a far field and one kernel a tree finds the nearest, else the largest remaining correlations are taken.
 """
 
 from dataclasses import dataclass
@@ -18,28 +18,26 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_nois
 from gpy_iterative.preconditioners.neighbours import Tree
 from gpy_iterative.worker_threads import run
 
-#: Largest number of neighbours of a block with a joint covariance evaluated by entries.
+#: Most neighbours of all points whose joint covariance is evaluated by entries.
 MAX_PAIRWISE = 2048
-#: Points that one CPU thread solves at a time: their systems fit its cache.
+#: Points per task of a CPU thread: their systems fit its cache.
 POINTS = 16
 ALL = slice(None)
-#: Relative jitters for a covariance of neighbours; the last ones for float32, where R may be only rounding errors.
+#: Relative jitters; the last ones for float32, where R may be only rounding errors.
 JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
-#: Rounding error of an entry of R, in machine epsilons of the largest prior variance.
+#: Of an entry of R, in machine epsilons of the largest prior variance.
 ROUNDING_ERRORS = 16
 
 
 @dataclass(frozen=True)
 class LocalPart:
-    """Data for the choice of neighbours, for the m observed of n data."""
-
     operator: LinearOperator  # H [*b, m, m]
     product: Tensor  # H A [*b, m, r]
     deviation: Tensor  # diag(R)^1/2 [*b, m]
-    rounding: Tensor  # norm of the rounding errors of neighbours' blocks of R, [*b]
+    rounding: Tensor  # norm of neighbours' rounding errors, [*b]
     num_neighbours: int
-    observed: Tensor | None  # [n], or None for all
-    tree: Tree | None  # of the m points, for nearest neighbours
+    observed: Tensor | None  # [n]
+    tree: Tree | None  # of the m points
 
     @classmethod
     def of(
@@ -54,7 +52,7 @@ class LocalPart:
         kernel, diagonal, noise = kernel_and_noise(operator)
         rounding = rounding_norm(diagonal, num_neighbours)
         diagonal, noise = (diagonal, diagonal) if noise is None else (diagonal + noise, noise)
-        # Data inside the span are only rounding errors and must not become neighbours. A norm stores no squares.
+        # Data inside the span are only rounding errors: no neighbours. A norm stores no squares.
         explained = torch.linalg.vector_norm(product, dim=-1).square()
         deviation = torch.maximum(diagonal - explained, 1e-4 * noise).sqrt()
         # In a sum with a weak short-range kernel the nearest are not the most correlated.
@@ -66,7 +64,7 @@ class LocalPart:
     def nearest_to(self, test_train: LinearOperator) -> Tensor | None:
         """The nearest data [t, num_neighbours]; None without a tree.
 
-        Each operator centres its inputs differently: a common datum gives the offset.
+        Operators centre their inputs differently: a common datum gives the offset.
         """
         if self.tree is None or test_train.batch_shape:
             return None
@@ -79,7 +77,7 @@ class LocalPart:
 
 
 class Neighbours:
-    """Neighbours of test points [*batch, t]; `coefficients` are A^T k_x [*batch, t, r]."""
+    """Of test points [*batch, t]; `coefficients` are A^T k_x [*batch, t, r]."""
 
     def __init__(self, local: LocalPart, test_train: LinearOperator, coefficients: Tensor, points: torch.Size) -> None:
         self.local, self.test_train, self.coefficients, self.points = local, test_train, coefficients, points
@@ -95,24 +93,22 @@ class Neighbours:
         self.rest = prior.reshape(*points, -1) - blocks.rows_product(coefficients, self.product.mT)
         with torch.no_grad():
             score = self.rest.abs() / local.deviation.to(self.rest.dtype).unsqueeze(-2)
-            self.index = score.topk(local.num_neighbours, dim=-1).indices  # the most correlated
+            self.index = score.topk(local.num_neighbours, dim=-1).indices
         self.near = self.rest.gather(-1, self.index)
 
     def _prior_at(self, index: Tensor) -> Tensor:
-        """The prior covariances k_x at an index [*batch, t, j]."""
         observed = self.local.observed
         columns = index if observed is None else observed.nonzero().squeeze(-1)[index]
         rows = torch.arange(self.test_train.shape[-2], device=index.device).repeat_interleave(index.shape[-1])
         return self.test_train[rows, columns.flatten()].view(index.shape)
 
     def _rest_at(self, index: Tensor) -> Tensor:
-        """The k' at an index [*batch, t, j]."""
         if self.rest is not None:
             return self.rest.gather(-1, index)
         return _past_projections(self._prior_at(index), self._rows(index), self.coefficients)
 
     def _weighted(self, points: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
-        """R [*batch, t, k, k], k' and weights [*batch, t, k] of some points, in float64."""
+        """R [*batch, t, k, k], k' and weights [*batch, t, k]."""
         index, correlation = self.index[..., points, :], self.near[..., points, :]
         rows = self._rows(index)
         with torch.no_grad():
@@ -125,7 +121,7 @@ class Neighbours:
         return covariance, correlation, torch.cholesky_solve(correlation.unsqueeze(-1), lower).squeeze(-1)
 
     def explained_variance(self) -> Tensor:
-        """2 g^T k' - g^T R g, [*batch, t]; correct despite rounding errors of g."""
+        """2 g^T k' - g^T R g, [*batch, t]: correct despite rounding errors of g."""
         size = self.points[-1]
         length = POINTS if self.index.device.type == "cpu" else size
         parts = [slice(start, start + length) for start in range(0, size, length)]
@@ -153,7 +149,6 @@ class Neighbours:
         return rest.double() @ weights, weights.mT @ (covariance @ weights)
 
     def _by_products(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from products with H and K(x, X)."""
         columns = self.product.new_zeros(*self.points, self.product.shape[-2])
         columns = columns.scatter(-1, self.index, weights.to(columns.dtype)).mT
         projected = self.product.mT @ columns
@@ -162,7 +157,7 @@ class Neighbours:
         columns = blocks.scatter_rows(columns, self.local.observed)
         if self.test_train.dim() > len(self.points):
             cross = blocks.product(self.test_train, columns)
-        else:  # a list of points for a batch: only the diagonal blocks are needed
+        else:  # one list: only the diagonal blocks are needed
             size = self.points[-1]
             listed = blocks.product(self.test_train, columns.movedim(-2, 0).flatten(1))
             cross = listed.reshape(-1, size, listed.shape[-1] // size, size)
@@ -171,7 +166,7 @@ class Neighbours:
         return cross.double() - self.coefficients.double() @ projected.double(), square
 
     def _rows(self, index: Tensor) -> Tensor:
-        """Rows of H A at an index [*batch, *b, p, k]: [*batch, *b, p, k, r]."""
+        """Rows of H A at an index [*batch, *b, p, k]."""
         shape = self.product.shape[:-2]
         members = [
             torch.arange(size, device=index.device).view(-1, *[1] * (len(shape) - position + 1))
@@ -180,20 +175,16 @@ class Neighbours:
         return self.product[(*members, index)]
 
     def _blocks(self, index: Tensor, rows: Tensor) -> Tensor:
-        """R at an index [*batch, *b, p, k] from its rows of H A, in float64."""
         return (blocks.principal_blocks(self.local.operator, index).to(rows.dtype) - rows @ rows.mT).double()
 
 
 def _past_projections(prior: Tensor, rows: Tensor, coefficients: Tensor) -> Tensor:
-    """The k' [*batch, t, k] from k_x, rows of H A [*batch, t, k, r] and A^T k_x [*batch, t, r]."""
     return prior - (rows @ coefficients.unsqueeze(-1)).squeeze(-1)
 
 
 def rounding_norm(prior_variance: Tensor, size: int) -> Tensor:
-    """Norm [*b] of a matrix of random rounding errors: an entry's error times sqrt(size)."""
     return ROUNDING_ERRORS * torch.finfo(prior_variance.dtype).eps * size**0.5 * prior_variance.amax(-1).double()
 
 
 def jittered_factor(covariances: Tensor) -> Tensor:
-    """Cholesky factors [*, k, k] with the least possible jitter."""
     return jittered_cholesky(covariances, "The covariance between neighbouring data", JITTERS)[0]

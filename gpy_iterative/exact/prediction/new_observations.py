@@ -1,5 +1,3 @@
-"""New observations: checks, a copy of the model with them, a start for the solve."""
-
 import copy
 from collections.abc import Sequence
 from typing import Any
@@ -53,10 +51,7 @@ def with_observations(
     targets: Tensor,
     noise: Tensor | None,
 ) -> tuple[ExactGP, Likelihood]:
-    """Copies of model and likelihood in evaluation mode, see `PathwisePosterior.condition_on_observations`.
-
-    `event_dims` counts the dimensions of one member's targets, 2 for multitask models.
-    """
+    """Copies of model and likelihood in evaluation mode; `event_dims` is 2 for multitask models, else 1."""
     known, before = unexpanded(model.train_inputs or ()), model.train_targets
     points = checked_inputs(known, list(inputs))
     if len({x.shape[-2] for x in points}) > 1:
@@ -133,24 +128,19 @@ def _stacked(old: Tensor, new: Tensor, batch: torch.Size, dim: int) -> Tensor:
     return torch.cat([part.expand(*batch, *part.shape[dim:]) for part in (old, new)], dim=dim)
 
 
-#: New rows, and old rows with them, in one local solve.
+#: In one local solve.
 NEW_ROWS, NEIGHBOURS = 1024, 1024
 #: Old rows compared to detect a change of the prior.
 ROWS_COMPARED = 4
-#: Rows of the matrix in memory at a time.
 ROWS_AT_A_TIME = 128
 
 
 def new_rows(operator: LinearOperator, size: int) -> Tensor:
-    """Dense rows of H [*b, n, n] from `size` on."""
     return dense_rows(operator, torch.arange(size, operator.shape[-1], device=operator.device))
 
 
 def has_grown_from(before: TrainingSystem, after: TrainingSystem) -> bool:
-    """Whether a system begins with an earlier one, from means, diagonals and a few rows.
-
-    Not if the prior depends on all inputs together (a deep kernel that scales features by their range).
-    """
+    """Whether a system begins with an earlier one, by a few rows: a prior may depend on all inputs together."""
     old, new = before.operator, after.operator
     size, dtype = old.shape[-1], old.dtype
     index = torch.linspace(0, size - 1, ROWS_COMPARED, device=old.device).long()
@@ -164,16 +154,13 @@ def has_grown_from(before: TrainingSystem, after: TrainingSystem) -> bool:
 
 
 def padded(columns: Tensor, shape: torch.Size) -> Tensor:
-    """[*a, n, s] to [*b, n + m, s] with zeros, for `shape` [*b, n + m]."""
+    """[*a, n, s] to [*b, n + m, s], with zeros."""
     columns = columns.expand(*shape[:-1], *columns.shape[-2:])
     return pad(columns, (0, 0, 0, shape[-1] - columns.shape[-2]))
 
 
 def locally_corrected(operator: LinearOperator, rhs: Tensor, guess: Tensor, size: int) -> tuple[Tensor, float]:
-    """The guess [*b, n, s] after local solves for the rows from `size` on, and the epochs.
-
-    Cost per 1,024 new rows: one product, the rows' entries, a dense factor of 2,048 rows.
-    """
+    """The guess [*b, n, s] after local solves for the rows from `size` on, and the epochs."""
     epochs = 0.0
     for rows in torch.arange(size, operator.shape[-1], device=operator.device).split(NEW_ROWS):
         index = _neighbourhood(operator, rows)
@@ -187,7 +174,6 @@ def locally_corrected(operator: LinearOperator, rhs: Tensor, guess: Tensor, size
 
 
 def _neighbourhood(operator: LinearOperator, rows: Tensor) -> Tensor:
-    """The rows and the most correlated others, [*b, k]."""
     score = sum(dense_rows(operator, part).square().sum(-2) for part in rows.split(ROWS_AT_A_TIME))
     score[..., rows] = torch.inf
     return score.topk(min(len(rows) + NEIGHBOURS, operator.shape[-1]), dim=-1).indices

@@ -1,5 +1,3 @@
-"""The posterior of an exact Gaussian process, from the training solves."""
-
 import copy
 import logging
 import math
@@ -43,42 +41,36 @@ from gpy_iterative.training.training_system import TrainingSystem, training_syst
 
 logger = logging.getLogger(__name__)
 
-#: Nats that rounding in float32 may move the log density, see `TrainingSystem.is_rounded`.
+#: Nats, see `TrainingSystem.is_rounded`.
 ROUNDING_IN_PREDICTIONS = 0.1
-#: Median |log ratio| of variances above which `variance_error` warns.
+#: Median above which `variance_error` warns.
 LARGE_VARIANCE_ERROR = 0.25
 
 
 class PathwisePosterior:
     """`posterior(x)` is the latent posterior at x; `likelihood(posterior(x))` adds the noise.
 
-    Mean: k(x, X) a, one product. Construction solves for a.
-
-    Variance: exact up to `exact_below` data; else that of the best predictor from `rank` projections of the data and
-    `num_neighbours` observations per point, never below the exact variance; `variance_error` measures it. Cost, once:
+    Construction solves for the mean. Variances are exact up to `exact_below` data; else those of the best predictor from
+    `rank` projections of the data and `num_neighbours` observations per point, never below the exact ones. They cost once
     `rank` kernel rows, one product with `rank` columns, n rank^2 multiply-adds.
 
     Changes of hyperparameters, data, dtype, device or a module's public numbers and strings (Matern's `nu`) cause one solve
     from the old weights. Calls are thread-safe, except with a module that only a closure holds.
 
     Args:
-        model: an ExactGP with training data.
-        likelihood: Gaussian.
-        solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`, with a residual of at most
-            .01 standard deviations of the noise per datum.
-        products: how kernel products are computed.
+        solver: None is `gpy_iterative.solvers.default_solver`, with a residual of at most .01 standard deviations of the
+            noise per datum.
+        products, progress: as in `HutchinsonMarginalLogLikelihood`.
         generator: a generator or a seed for all draws; None is seed 0.
         params, kwargs: the likelihood's arguments, as in training; training inputs among them are updated.
-        initial_weights: [*b, n], start of the solve for the mean.
+        initial_weights: [*b, n], start of the solve.
         rank: None is 1,024, or 64 to 256 with a far field.
         num_neighbours: None is 128.
         num_frequencies: per kernel term, for sample paths.
-        exact_below: largest n with variances from a Cholesky factor, for any solver.
-        progress: as in `HutchinsonMarginalLogLikelihood`; also for chunked variances.
+        exact_below: largest n with variances from a Cholesky factor.
 
     Raises:
-        ValueError: options outside their range, NaN in data (see `observation_nan_policy`), wrong shapes.
-        TypeError: an argument of a wrong type.
+        ValueError, TypeError: invalid options, NaN in data, wrong shapes.
         NonFiniteError, NotPositiveDefiniteError: from the solver.
 
     Warns:
@@ -125,7 +117,7 @@ class PathwisePosterior:
         self._recipe = ProjectionRecipe(rank=rank, num_neighbours=num_neighbours)
         self._num_frequencies, self._exact_below = num_frequencies, exact_below
         generator = generator_or_seed(generator)
-        if isinstance(generator, torch.Generator):  # the only draw: the seed of all others
+        if isinstance(generator, torch.Generator):  # its only draw
             generator = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         self._seed, self._progress = generator or 0, progress
         self._lock = OwnLock()
@@ -133,13 +125,13 @@ class PathwisePosterior:
 
     @property
     def model(self) -> ExactGP:
-        """The model. After `condition_on_observations`, the first access installs the posterior."""
+        """After `condition_on_observations`, the first access installs the posterior."""
         if self._installs_when_asked:
             self.install()
         return self._model
 
     def install(self) -> None:
-        """Puts model and likelihood into evaluation mode: `model(x)` uses this posterior until `model.train()`."""
+        """Puts model and likelihood into evaluation mode; `model(x)` uses this posterior until `model.train()`."""
         self._installs_when_asked = False
         self._model.eval()
         self.likelihood.eval()
@@ -151,7 +143,7 @@ class PathwisePosterior:
 
     @property
     def solves(self) -> TrainingSolves:
-        """The training solves at the current hyperparameters and data."""
+        """The solves at the current hyperparameters and data."""
         return self._current()[1]
 
     def _current(self) -> tuple[ModelSnapshot, TrainingSolves]:
@@ -161,7 +153,7 @@ class PathwisePosterior:
             return self._snapshot, self._solves
 
     def forget_caches(self) -> None:
-        """Clears matrices of old hyperparameters that kernels keep in evaluation mode."""
+        """Clears the matrices of old hyperparameters that kernels keep."""
         if self._has_stale_caches:
             for module in self._model.modules():
                 if isinstance(module, Kernel):
@@ -169,17 +161,13 @@ class PathwisePosterior:
             self._has_stale_caches = False
 
     def check_grids(self) -> None:
-        """ValueError where a kernel without `grid_bounds` has another grid than at the training inputs."""
+        """ValueError where a kernel without `grid_bounds` has another grid than in training."""
         self._current()[0].check_grids(self._model)
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
         """The latent posterior at test inputs [*b, t, d], one tensor for each of the model's inputs.
 
-        Returns:
-            A MultivariateNormal (or MultitaskMultivariateNormal) with lazy covariance. Gradients flow only to the inputs.
-
-        Raises:
-            ValueError: inputs that are not finite or do not fit the training inputs.
+        Gradients flow only to the inputs. ValueError for inputs that are not finite or do not fit the training inputs.
         """
         snapshot, solves = self._current()
         with graph_for(inputs):
@@ -189,7 +177,7 @@ class PathwisePosterior:
     def condition(
         self, solves: TrainingSolves, mean: Tensor, test_test: LinearOperator, test_train: LinearOperator
     ) -> tuple[Tensor, LinearOperator]:
-        """Posterior mean [*b, t] and lazy covariance [*b, t, t] from the blocks of a `JointPrior`."""
+        """Mean [*b, t] and lazy covariance [*b, t, t] from blocks of the joint prior."""
         update = product(test_train, solves.weights.unsqueeze(-1)).squeeze(-1).to(mean.dtype)
         mean = mean + update.reshape(*torch.broadcast_shapes(mean.shape, test_test.shape[:-1]))
         if gpytorch.settings.skip_posterior_variances.on():
@@ -198,28 +186,27 @@ class PathwisePosterior:
         return mean, covariance
 
     def sample_paths(self, num_paths: int) -> SamplePaths:
-        """Posterior samples as functions: `paths(x)` is [num_paths, *b, t].
+        """Posterior samples as functions: `paths(x)` is [num_paths, *b, t]; more begin with the same functions.
 
-        Calls share draws: more paths begin with the same functions. Cost: one solve with a column per new function.
+        Cost: one solve with a column per new function.
 
         Raises:
             SpectralDensityMissingError: the kernel has no random features. Register its spectral density, or use
                 `posterior(x).rsample()`.
-            ValueError: num_paths below 1.
         """
         check_count("num_paths", num_paths)
         snapshot, solves = self._current()
         draws = solves.prior_draws(num_paths)
-        # The functions must be differentiable after an inference mode.
+        # Later calls may need gradients.
         with torch.inference_mode(False), torch.no_grad():
             solutions = draws.solutions[..., :num_paths]
             update = solves.weights.unsqueeze(-1) - scatter_rows(solutions, solves.system.observed)
         return SamplePaths(snapshot, solves.features, draws.draws, update, self._products)
 
     def variance_error(self, *inputs: Tensor, num_points: int = 32) -> VarianceError:
-        """The error of latent variances at `num_points` random test inputs of [*b, t, d], by direct solves.
+        """The error of latent variances at `num_points` random test inputs of [*b, t, d].
 
-        Cost: one solve with num_points columns. VarianceWarning when the median |log ratio| is above 0.25.
+        Cost: one solve with num_points columns. Warns if the error is large.
         """
         snapshot, solves = self._current()
         points = checked_inputs(list(snapshot.model.train_inputs or ()), inputs)
@@ -248,16 +235,15 @@ class PathwisePosterior:
     def condition_on_observations(
         self, inputs: Tensor | Sequence[Tensor], targets: Tensor, *, noise: Tensor | None = None
     ) -> "PathwisePosterior":
-        """A new posterior with m further observations, at the same hyperparameters.
+        """A new posterior with m further observations, and copies of model and likelihood, at the same hyperparameters.
 
-        It extends this posterior's solves and sample paths. It has copies of model and likelihood with the new data at
-        the end, and answers their `model(x)`. Cost: n^2 multiply-adds per new observation where H is factored; else two
+        It extends solves and sample paths. Cost: n^2 multiply-adds per new observation where H is factored; else two
         products per 1,024 and, for many, a part of a solve.
 
         Args:
             inputs: [*b, m, d], one tensor or one for each of the model's inputs.
-            targets: [*f, m] or [*f, m, T]. A batch gives a batch of posteriors; targets at the same inputs share a
-                matrix. A NaN target in one member (see `observation_nan_policy`) is missing in all.
+            targets: [*f, m] or [*f, m, T]. A batch gives a batch of posteriors; at the same inputs they share a matrix.
+                A NaN target in one member (see `observation_nan_policy`) is missing in all.
             noise: [*f, m], variances, for a likelihood with fixed noise.
 
         Raises:
@@ -293,7 +279,7 @@ class PathwisePosterior:
 
     @property
     def report(self) -> SolveReport:
-        """The current solve for the mean."""
+        """The report of the current solve for the mean."""
         solves = self.solves
         return SolveReport.of(solves.status, solves.stats)
 

@@ -2,16 +2,14 @@
 
 A linear predictor g^T y of f(x) has the error variance
 
-    E (f(x) - g^T y)^2 = k(x, x) - 2 g^T k_x + g^T H g  =  var(x) + |g - H^-1 k_x|_H^2,
+    E (f(x) - g^T y)^2 = k(x, x) - 2 g^T k_x + g^T H g  =  var(x) + |g - H^-1 k_x|_H^2.
 
-never less than var(x). Here g is the best in a space of two parts:
+Here g is the best in a space of two parts (Wenger et al. 2022, "Posterior and computational uncertainty in Gaussian
+processes"; Sang and Huang 2012, "A full scale approximation of covariance functions for large spatial data sets"):
 
-* global: the span of a randomly pivoted Cholesky factor of K of rank `rank`. With A^T H A = I, the weights are A A^T k_x.
-* local: the `num_neighbours` observations N with the largest remaining correlation. With R = H - H A A^T H and
-  k' = k_x - H A A^T k_x, the weights are R_NN^-1 k'_N (`local_part.py`).
-
-Galerkin projections: Wenger et al. 2022, "Posterior and computational uncertainty in Gaussian processes". Global plus
-local: Sang and Huang 2012, "A full scale approximation of covariance functions for large spatial data sets".
+* the span of a randomly pivoted Cholesky factor of K. With A^T H A = I, the weights are A A^T k_x.
+* the observations N with the largest remaining correlation. With R = H - H A A^T H and k' = k_x - H A A^T k_x,
+  the weights are R_NN^-1 k'_N.
 """
 
 import itertools
@@ -32,25 +30,24 @@ from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_solvers.cholesky import ADVICE, CholeskyFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
-#: Defaults. With a far field neighbours matter most: the rank limits a block [n, rank] to so many entries.
+#: With a far field neighbours matter most, and blocks [n, rank] are limited.
 RANK, NUM_NEIGHBOURS = 1024, 128
 FAR_FIELD_RANKS, FAR_FIELD_ENTRIES = (64, 256), 2**24
-#: Rows converted to float64 at a time.
 CHUNK = 4096
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Predictive covariances from K(x, x) [*batch, t, t] and K(x, X), [*batch, t, n] or as one list [batch * t, n]."""
+    """Predictive covariances. K(x, X) is [*batch, t, n] or one list [batch * t, n]."""
 
     basis: Tensor  # A [*b, n, r], zero for unobserved data
-    local: LocalPart | None  # None where A is complete: A A^T = H^-1, exact
+    local: LocalPart | None  # None where A A^T = H^-1
 
     def variance(self, prior_variance: Tensor, test_train: LinearOperator) -> Tensor:
         """var(x) [*batch, t] from k(x, x), never below its rounding error."""
         test_train = blocks.converted(test_train, self.basis.dtype)
         coefficients = self._coefficients(test_train)
-        # Cancellation: the two numbers may agree in all digits of float32 but the last.
+        # Cancellation: the two numbers may agree in almost all digits of float32.
         explained = torch.linalg.vector_norm(coefficients, dim=-1, dtype=torch.float64).square()
         if self.local is not None and explained.numel():
             neighbours = Neighbours(self.local, test_train, coefficients, coefficients.shape[:-1])
@@ -59,7 +56,7 @@ class Projection:
         return variance.to(prior_variance.dtype).maximum(_least_variance(prior_variance))
 
     def covariance(self, prior_covariance: Tensor, test_train: LinearOperator) -> Tensor:
-        """The covariance [*batch, t, t], semi-definite up to rounding; its diagonal is `variance`."""
+        """[*batch, t, t], semi-definite up to rounding; its diagonal is `variance`."""
         points, test_train = prior_covariance.shape[:-1], blocks.converted(test_train, self.basis.dtype)
         coefficients = self._coefficients(test_train).reshape(*points, self.basis.shape[-1])
         exact = coefficients.double()
@@ -71,7 +68,6 @@ class Projection:
         return (covariance + torch.diag_embed(raised)).to(prior_covariance.dtype)
 
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
-        """K(x, X) A [*batch, t, r]."""
         basis = self.basis.to(test_train.dtype)
         if test_train.dim() > basis.dim() > 2:
             return blocks.rows_product(blocks.dense(test_train), basis)
@@ -82,7 +78,7 @@ class Projection:
         return self.local is None
 
     def extended(self, operator: LinearOperator, rows: Tensor, observed: Tensor | None) -> "Projection | None":
-        """The projection with k new data, from their rows [*b, k, m] of H; A is incomplete. Cost: n r k multiply-adds.
+        """The incomplete projection with k new data, from their rows [*b, k, m] of H. Cost: n r k multiply-adds.
 
         With B = A^T H_Xf the new basis vectors are [-A B; I] L^-T, L L^T = H_ff - B^T B; None if L does not exist.
         """
@@ -109,7 +105,6 @@ class Projection:
         return Projection(blocks.scatter_rows(basis, observed), local)
 
     def numbers_per_point(self, test_train: LinearOperator) -> int:
-        """Memory for one test point."""
         rank, num_data = self.basis.shape[-1], test_train.shape[-1]
         if self.local is None:
             return rank
@@ -120,10 +115,10 @@ class Projection:
 
 @dataclass(frozen=True)
 class ProjectionRecipe:
-    """Options of a projection where H is too large to factor."""
+    """Options of a projection."""
 
-    rank: int | None = None  # clamped at n; None is 1,024, with a far field 256, above 65,000 data down to 64
-    num_neighbours: int | None = None  # clamped at n; None is 128
+    rank: int | None = None
+    num_neighbours: int | None = None
 
     def __post_init__(self) -> None:
         for name, count in (("rank", self.rank), ("num_neighbours", self.num_neighbours)):
@@ -140,8 +135,7 @@ class ProjectionRecipe:
     def build(self, operator: LinearOperator, observed: Tensor | None = None) -> Projection:
         """The projection for H [*b, m, m] of the observed data.
 
-        Cost per batch member: r kernel rows, one product with r columns, a few n r^2 multiply-adds. Memory: about four
-        blocks [n, r]; two are kept.
+        Cost per batch member: r kernel rows, one product with r columns, a few n r^2 multiply-adds, four blocks [n, r].
         """
         batch, size = operator.batch_shape, operator.shape[-1]
         rank, num_neighbours = self.sizes_for(operator)
@@ -163,14 +157,14 @@ class ProjectionRecipe:
 
 
 def exact_projection(factor: CholeskyFactor, observed: Tensor | None = None) -> Projection:
-    """A = L^-T of a Cholesky factor, [n, n] in float64."""
+    """The complete projection A = L^-T of a Cholesky factor."""
     identity = torch.eye(factor.lower.shape[-1], dtype=factor.lower.dtype, device=factor.lower.device)
     basis = factor.whiten(identity.expand(factor.lower.shape)).mT
     return Projection(blocks.scatter_rows(basis, observed), None)
 
 
 def extended_exact_projection(known: Projection, factor: CholeskyFactor, observed: Tensor | None) -> Projection:
-    """The exact projection of an extended factor: 2 n^2 multiply-adds per new datum."""
+    """Cost: 2 n^2 multiply-adds per new datum."""
     size, lower = factor.lower.shape[-1], factor.lower
     before = known.basis if observed is None else known.basis[..., observed[: known.basis.shape[-2]], :]
     before = before.expand(*lower.shape[:-2], *before.shape[-2:])
@@ -207,7 +201,7 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
 
 
 def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:
-    """The columns [*b, n, r] times L^-T, in place; computed in float64."""
+    """Columns [*b, n, r] times L^-T, in place; computed in float64."""
     for rows in columns.split(CHUNK, dim=-2):
         rows.copy_(torch.linalg.solve_triangular(lower, rows.mT.double(), upper=False).mT)
     return columns
@@ -218,9 +212,9 @@ def _has_far_field(operator: LinearOperator) -> bool:
 
 
 def _rounding(product: Tensor) -> Tensor:
-    """The rounding error of R, [*b], from H A [*b, n, r]: eps times the largest |H a|^2."""
+    """Of R, [*b], from H A [*b, n, r]: eps times the largest |H a|^2."""
     norms = torch.linalg.vector_norm(product, dim=-2)
-    if not norms.shape[-1]:  # of a prior that is zero
+    if not norms.shape[-1]:  # a zero prior
         return norms.double().sum(-1)
     largest = norms.amax(-1).square()
     return (torch.finfo(product.dtype).eps * largest).double()

@@ -1,5 +1,3 @@
-"""Posterior samples that are functions."""
-
 from dataclasses import replace
 
 import torch
@@ -14,16 +12,15 @@ from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.snapshot import ModelSnapshot
 from gpy_iterative.training.training_system import prior_at
 
-#: Test points with random features in memory at a time.
+#: Test points per block of features.
 CHUNK_POINTS = 1024
 
 
 class SamplePaths:
-    """f_j(x) = m(x) + Phi(x) w_j + k(x, X)(v_y - v_j), j = 1..k: pathwise conditioning.
+    """f_j(x) = m(x) + Phi(x) w_j + k(x, X)(v_y - v_j), j = 1..k, with the hyperparameters and data of their draw.
 
-    Calls evaluate the same functions, with the hyperparameters and data of their draw. Picklable if the model is.
-
-    Wilson et al. 2021, "Pathwise conditioning of Gaussian processes"; Lin et al. 2024, section 3.
+    Calls evaluate the same functions. Picklable if the model is. Wilson et al. 2021, "Pathwise conditioning of Gaussian
+    processes"; Lin et al. 2024, section 3.
     """
 
     def __init__(
@@ -39,10 +36,9 @@ class SamplePaths:
         return self._update.shape[-1]
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The functions at test inputs [*b, t, d]: [k, *b, t], or [k, *b, t, T] for T tasks.
+        """The functions at test inputs [*b, t, d]: [k, *b, t], or [k, *b, t, T] for T tasks; differentiable.
 
-        Differentiable in x. ValueError for inputs that do not fit. Cost: t (n + 2 m) k multiply-adds, t m sines and cosines
-        for m frequencies; memory: about 1,000 rows of features.
+        ValueError for inputs that do not fit. Cost: t (n + 2 m) k multiply-adds, t m sines and cosines for m frequencies.
         """
         with graph_for(inputs):
             model, _ = self._snapshot.copies()

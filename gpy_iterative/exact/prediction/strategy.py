@@ -1,5 +1,3 @@
-"""GPyTorch's prediction strategy."""
-
 from typing import TYPE_CHECKING, Any
 
 from gpytorch.distributions import MultivariateNormal
@@ -13,11 +11,10 @@ if TYPE_CHECKING:
 
 
 class PathwisePredictionStrategy:
-    """GPyTorch's prediction strategy interface for a PathwisePosterior.
+    """GPyTorch's prediction strategy for a PathwisePosterior.
 
-    `model(x)` uses the posterior until `model.train()` or `model.set_train_data`. GPyTorch evaluates the t x n block, and
-    places K(x, x) of a `GridInterpolationKernel` without `grid_bounds` on another grid. Gradients flow to test inputs;
-    those to hyperparameters are incomplete.
+    GPyTorch places K(x, x) of a `GridInterpolationKernel` without `grid_bounds` on another grid. Gradients flow to test
+    inputs; those to hyperparameters are incomplete.
     """
 
     def __init__(self, posterior: "PathwisePosterior") -> None:
@@ -35,7 +32,7 @@ class PathwisePredictionStrategy:
 
     @property
     def train_prior_dist(self) -> MultivariateNormal:
-        """The prior at the training inputs. Clears kernels' caches, since GPyTorch evaluates kernels next."""
+        """The prior at the training inputs. Clears kernels' caches: GPyTorch evaluates kernels next."""
         prior = self._posterior.solves.system.prior
         self._posterior.forget_caches()
         return prior
@@ -43,10 +40,7 @@ class PathwisePredictionStrategy:
     def exact_prediction(
         self, test_mean: Tensor, test_test_covar: LinearOperator | Tensor, test_train_covar: LinearOperator | Tensor
     ) -> tuple[Tensor, LinearOperator]:
-        """Mean [*b, t] and lazy covariance [*b, t, t] from GPyTorch's blocks of the joint prior.
-
-        ValueError where a `GridInterpolationKernel` has another grid than in training.
-        """
+        """Mean [*b, t] and lazy covariance [*b, t, t]. ValueError as `PathwisePosterior.check_grids`."""
         check_autocast()
         self._posterior.check_grids()
         blocks = to_linear_operator(test_test_covar), to_linear_operator(test_train_covar)
@@ -61,11 +55,8 @@ class PathwisePredictionStrategy:
         full_output: MultivariateNormal,
         **kwargs: Any,
     ) -> "PathwisePredictionStrategy":
-        """The strategy of `PathwisePosterior.condition_on_observations`; `full_*` are not used.
-
-        The fantasy model keeps the present hyperparameters; that of `condition_on_observations` follows its own.
-        """
+        """See `condition_on_observations`. The fantasy model keeps the present hyperparameters."""
         return PathwisePredictionStrategy(self._posterior.with_observations(inputs, targets, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """None, as in GPyTorch: a copied model makes its own strategy."""
+        """None, as in GPyTorch."""

@@ -1,5 +1,3 @@
-"""The linear solves for one set of hyperparameters and training data, made when first needed."""
-
 import time
 from dataclasses import dataclass, replace
 
@@ -28,24 +26,21 @@ from gpy_iterative.training.run import stream_generator
 from gpy_iterative.training.snapshot import OwnLock
 from gpy_iterative.training.training_system import TrainingSystem
 
-#: Streams of random numbers: of the solver, of each prior sample, of the noise of new observations.
 SOLVER, SAMPLE, NOISE = range(3)
-#: The largest residual of the default solver, in standard deviations of the noise: per datum, and where products are cheap
-#: its norm, a bound on errors of means in posterior standard deviations.
+#: Largest residual of the default solver, in standard deviations of the noise: per datum, and for conjugate gradients its
+#: norm, a bound on errors of means in posterior standard deviations.
 NOISE_PART, NOISE_NORM = 0.01, 0.3
-#: Least relative residual by dtype, also in machine epsilons per datum, of which float32 reaches .04.
+#: Least relative residual, also in machine epsilons per datum, of which float32 reaches .04.
 SMALLEST_TOLERANCE, EPSILONS_PER_DATUM = {torch.float32: 1e-4, torch.float64: 1e-6}, 0.06
-#: New observations extend a projection up to this multiple of its recipe's rank.
+#: Of a projection's rank, by new observations.
 MAX_GROWTH = 2
 
 
 @dataclass(frozen=True)
 class PriorDraws:
-    """Samples xi of the prior and its noise, and their solves."""
-
-    draws: Draws  # of `RandomFeatures`
-    solutions: Tensor  # H^-1 xi [*b, m, s], of these or earlier hyperparameters
-    num_solved: int | None = None  # rows solved for, the others are zero; None is all
+    draws: Draws
+    solutions: Tensor  # H^-1 xi [*b, m, s], or a start
+    num_solved: int | None = None  # rows; None is all
 
     def for_system(self, system: TrainingSystem) -> "PriorDraws | None":
         """In the system's dtype; None for another shape or device."""
@@ -56,7 +51,7 @@ class PriorDraws:
         return PriorDraws(self.draws | own, self.solutions.to(like.dtype), self.num_solved)
 
     def extended(self, system: TrainingSystem, seed: int) -> "PriorDraws":
-        """The same functions with new data at the end, where solutions are zero."""
+        """With new data at the end, where solutions are zero."""
         shape, base = system.operator.shape[:-1], self.draws["noise_base"]
         generator = stream_generator(seed, NOISE, base.shape[-2])
         noise = torch.randn(
@@ -68,7 +63,6 @@ class PriorDraws:
         return PriorDraws(self.draws | {"noise_base": base}, padded(self.solutions, shape), solved)
 
     def joined(self, other: "PriorDraws") -> "PriorDraws":
-        """These and other samples with the same frequencies."""
         draws = self.draws | {
             name: torch.cat([tensor, other.draws[name]], dim=-1)
             for name, tensor in self.draws.items()
@@ -94,19 +88,17 @@ def prediction_solver(system: TrainingSystem) -> Solver:
 
 
 class TrainingSolves:
-    """The solves of one training system. Construction solves for the mean.
+    """The linear solves for one set of hyperparameters and training data. Construction solves for the mean.
 
     Args:
         recipe: for variances of more than `exact_below` data.
         seed: of all draws; the order of calls does not matter.
-        initial_weights: [*b, m] or [*b, n], a start; ignored if the shape is wrong.
-        draws: prior samples of other hyperparameters, as a start; ignored if they do not fit.
-        known: solves for the first data, at the same hyperparameters. Factor and projection are extended; if the new data
-            change the prior of the old ones, they only start the solve.
+        initial_weights, draws: starts; ignored if they do not fit.
+        known: solves for the first data at these hyperparameters, to extend; only a start if the new data change the prior
+            of the old ones.
 
     Attributes:
         weights: H^-1 (y - mean) [*b, n], zero for unobserved data.
-        draws: prior samples or None; solved for when first needed.
     """
 
     def __init__(
@@ -126,7 +118,7 @@ class TrainingSolves:
         self.system, self.solver = system, solver
         self._recipe, self._seed, self._progress = recipe, seed, progress
         self._is_exact = isinstance(solver, Cholesky) or system.operator.shape[-1] <= exact_below
-        self._lock = OwnLock()  # lazy results are made by one thread for all
+        self._lock = OwnLock()
         self._cholesky: CholeskyFactor | None = None
         self._projection: Projection | None = None
         self.features = RandomFeatures(num_probes=1, num_frequencies=num_frequencies, corrected=False, widened=True)
@@ -136,7 +128,7 @@ class TrainingSolves:
             guess, num_known = _fitting(initial_weights, system), None
         else:
             self.draws = None if known.draws is None else known.draws.extended(system, seed).for_system(system)
-            # A factor or projection in float32 is too rounded for a system that needs float64.
+            # Results in float32 are too rounded for a system in float64.
             if known.system.operator.dtype == system.operator.dtype and has_grown_from(known.system, system):
                 self._carry_over(known)
             guess = padded(known.start.unsqueeze(-1), system.residual.shape).squeeze(-1).to(system.residual)
@@ -148,7 +140,6 @@ class TrainingSolves:
 
     @torch.no_grad()
     def _carry_over(self, known: "TrainingSolves") -> None:
-        """Extends factor and projection, where this is cheaper."""
         operator, observed, size = self.system.operator, self.system.observed, known.system.operator.shape[-1]
         factor, projection = known._cholesky, known._projection
         if self._is_exact and factor is not None:
@@ -162,13 +153,12 @@ class TrainingSolves:
 
     @property
     def start(self) -> Tensor:
-        """Weights of the observed data [*b, m], a start for later solves."""
+        """Weights of the observed data [*b, m]."""
         return self._solution.squeeze(-1)
 
     @torch.inference_mode(False)  # later calls may need gradients
     @torch.no_grad()
     def projection(self) -> Projection:
-        """The projection for variances, made once; cost see `ProjectionRecipe`."""
         system = self.system
         with self._lock:
             if self._projection is None and self._is_exact:
@@ -180,7 +170,6 @@ class TrainingSolves:
     @torch.inference_mode(False)
     @torch.no_grad()
     def prior_draws(self, count: int) -> PriorDraws:
-        """At least `count` prior samples and their solves."""
         with self._lock:
             known = self.draws
             if known is not None and not self._has_solved_draws:
@@ -194,7 +183,7 @@ class TrainingSolves:
             return known
 
     def _drawn(self, numbers: range, known: Draws | None) -> Draws:
-        """Samples, each with its own seed, with the known or the first one's frequencies."""
+        """Each sample has its own seed; all have the frequencies of the first."""
         terms, parts = self.system.terms(), []
         for number in numbers:
             others, generator = parts[0] if parts else known, stream_generator(self._seed, SAMPLE, number)
@@ -259,7 +248,7 @@ def as_columns(rhs: Tensor, operator: LinearOperator) -> Tensor:
 
 
 def from_columns(columns: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `as_columns`, for the shape of `like`."""
+    """The inverse of `as_columns`."""
     extra = like.dim() - columns.dim()
     if extra <= 0:
         return columns

@@ -1,5 +1,3 @@
-"""The measured error of predictive variances."""
-
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +10,7 @@ from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.solution import SolveStatus, warn_of
 from gpy_iterative.training.training_system import TrainingSystem
 
-#: Relative residual of the direct solves; the variance's error is of second order in it.
+#: Relative residual; the variance's error is of second order in it.
 TOLERANCE = 1e-3
 
 
@@ -26,7 +24,7 @@ class VarianceError:
 
     @classmethod
     def between(cls, estimate: Tensor, exact: Tensor) -> "VarianceError":
-        """The error of estimates, of any shape; 0 without points."""
+        """The error of estimates of any shape; 0 without points."""
         if estimate.numel() == 0:
             return cls(0.0, 0.0, 0)
         tiny = torch.finfo(exact.dtype).tiny
@@ -38,9 +36,9 @@ class VarianceError:
 def solved_variance(
     system: TrainingSystem, projection: Projection, prior_variance: Tensor, test_train: Tensor
 ) -> Tensor:
-    """k(x, x) - k_x^T H^-1 k_x [*b, t] from one block solve; `test_train` is dense.
+    """k(x, x) - k_x^T H^-1 k_x [*b, t] from one block solve.
 
-    k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k' with k' = k_x - H A A^T k_x: the tolerance is relative to k'.
+    k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k': the tolerance is relative to k' = k_x - H A A^T k_x.
     """
     columns, basis = test_train.mT, projection.basis
     if system.observed is not None:

@@ -1,5 +1,5 @@
 """Steps to the optimum, and their curvature.
 
 Begin with `levenberg_marquardt.py`; `average_information.py` and `quasi_newton.py` are its curvatures; `adam.py` has none.
-It may import coordinates, supports and stopping rules of `fitting/`, and what that may import.
+It may import coordinates, supports and stopping rules of `fitting/`.
 """

@@ -1,5 +1,3 @@
-"""Adam with a decaying rate, for models without average information."""
-
 import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +15,7 @@ from gpy_iterative.training.training_system import check_hyperparameters, to_tra
 
 #: First rates; the last rate relative to the first.
 RATE, NETWORK_RATE, LAST = 0.1, 0.01, 0.05
-#: Halvings of a step that leaves a prior's support; then it is undone.
+#: Before the step is undone.
 MAX_HALVINGS = 20
 
 Batches = Iterable[Any]
@@ -29,15 +27,11 @@ class HasOptimizer(Protocol):
 
 
 class AdamSteps:
-    """Steps of Adam, or of the method's own optimiser (`QuadruplyStochasticOptimizer`).
+    """Steps of Adam with a decaying rate, or of the method's own optimiser (`QuadruplyStochasticOptimizer`).
 
     Args:
-        mll: any of the package; set to training mode.
-        num_steps: steps over which the rate decays.
+        num_steps: over which the rate decays.
         batches, params: as in `gpy_iterative.fit`.
-
-    Raises:
-        ValueError: no batches for a model without training data.
     """
 
     def __init__(
@@ -65,14 +59,14 @@ class AdamSteps:
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
 
     def step(self) -> tuple[float, float, float]:
-        """One step: the value before it, its standard error (0 if unknown), and the largest move.
+        """The value before the step, its standard error (0 if unknown), and the largest move.
 
-        The first step moves parameters inside their bounds. A parameter that leaves its prior's support is moved back; a
+        The first step moves parameters inside their bounds. Parameters that leave a prior's support are moved back; a
         step that leaves the support of a joint prior is halved. Errors restore parameters and optimiser.
         """
         parameters = self._parameters()
         before = copied(parameters)
-        state = copy.deepcopy(self._optimizer.state_dict())  # a step changes its tensors in place
+        state = copy.deepcopy(self._optimizer.state_dict())  # changed in place
         if not isinstance(self.mll, HasOptimizer):
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * LAST ** (self._done / self._num_steps)
@@ -97,20 +91,15 @@ class AdamSteps:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether values use only some of the data."""
         return self._batches is not None or not hasattr(self.mll.report, "value_sem")
 
     def state(self) -> dict[str, Any]:
-        """State for an exact resume, without parameters and order of batches."""
         optimizer, run = self._optimizer.state_dict(), self.mll.training_state()
         return {"done": self._done, "taken": self._taken, "optimizer": optimizer, "run": run}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores `state()`, before or after the parameters are loaded.
-
-        Skips used batches; a shuffling DataLoader redraws the others. Raises ValueError for another mll.
-        """
-        self._optimizer.load_state_dict(state["optimizer"])  # raises for other parameter groups
+        """Skips used batches; a shuffling DataLoader redraws the others. Raises ValueError for another mll."""
+        self._optimizer.load_state_dict(state["optimizer"])
         self.mll.load_training_state(state["run"])
         self._done, self._taken = state["done"], state["taken"]
         if self._batches is not None:
@@ -125,7 +114,7 @@ class AdamSteps:
         return torch.optim.Adam(groups)
 
     def _move(self) -> None:
-        """A step of the optimiser. Adam moves positive parameters above 1 relative to their values."""
+        """Adam moves positive parameters above 1 relative to their values."""
         if isinstance(self.mll, HasOptimizer):
             self._optimizer.step()
             return
@@ -197,8 +186,8 @@ class AdamSteps:
 def _stretch(part: Coordinate) -> Tensor:
     """Factors for moves of a raw parameter: relative to values above 1, but short of the constraint's bounds.
 
-    Adam moves it by the rate, and the softplus of a large one by as much: nothing beside a lengthscale of 300. A move as
-    long as the distance from a bound would cross it, since the transform is not straight there.
+    The softplus of a large raw parameter moves by Adam's rate: nothing beside a lengthscale of 300. A move as long as the
+    distance from a bound would cross it, since the transform is not straight there.
     """
     raw = part.parameter.detach().double()
     values, (low, high) = part.values(raw), part.limits(raw)

@@ -1,5 +1,3 @@
-"""Levenberg-Marquardt steps with the average information as curvature."""
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,19 +17,19 @@ from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.training_system import num_training_data
 from gpy_iterative.worker_threads import CPU
 
-#: With more nats left, one noise sample of the gradient is enough.
+#: Nats left, where one noise sample is enough.
 FAR = 100.0
-#: Largest block of probe vectors, [n, probes]: twenty live at once, 2.7 GB in float32.
+#: Of a block [n, probes]; there are twenty at once.
 MOST_ENTRIES = 2**25
 
 
 class AverageInformation(LevenbergMarquardt):
-    """Steps of a marginal log likelihood to its optimum.
+    """Levenberg-Marquardt steps with the average information as curvature.
 
     Args:
         mll: `HutchinsonMarginalLogLikelihood` or `PathwiseMarginalLogLikelihood` with training data; set to training mode.
         params: as in `mll(model(x), y, *params)`.
-        generator: for stochastic solvers; a generator or a seed.
+        generator: for stochastic solvers.
 
     Raises:
         TypeError: another marginal log likelihood.
@@ -78,10 +76,7 @@ class AverageInformation(LevenbergMarquardt):
         return found
 
     def raise_probes(self, factor: int = 4) -> bool:
-        """Multiplies the number of probes; the given mll keeps its own.
-
-        Returns False, without changes, beyond `MOST_ENTRIES`.
-        """
+        """Multiplies the number of probes; False, without changes, beyond `MOST_ENTRIES`."""
         num_probes = factor * self.mll.probes.num_probes
         if num_probes * num_training_data(self.mll.model) > MOST_ENTRIES:
             return False
@@ -147,16 +142,16 @@ class AverageInformation(LevenbergMarquardt):
 
 
 def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
-    """The mll's own solver; else conjugate gradients, or None for exact sizes.
+    """The mll's own solver, else conjugate gradients; None for exact sizes.
 
-    At equal residuals, alternating projections leave more error in the nats left to gain (the energy norm of H).
+    At equal residuals, alternating projections leave more error in the nats left to gain.
     """
     size = num_training_data(mll.model)
     return mll.solver if mll.solver is not None or size <= EXACT_BELOW else conjugate_gradients(size)
 
 
 def rounding_error(evaluation: Evaluation) -> Tensor:
-    """Error of the value from rounding H, in nats, []."""
+    """Nats of error in the value from rounding H, []."""
     operator = evaluation.system.operator
     if not isinstance(operator, NoisyLinearOperator):
         return torch.zeros((), dtype=torch.float64, device=CPU)

@@ -1,8 +1,8 @@
 """The average information: curvature of the log marginal likelihood from one block solve.
 
-Gilmour, Thompson and Cullis 1995, "Average information REML", Biometrics 51; Johnson and Thompson 1995. With a = H^-1 (y -
-mean) and q_i = (dH/dt_i) a, A = 1/2 Q^T H^-1 Q is the mean of observed and expected information if H is linear in t.
-Parameters b of the mean add M^T H^-1 M with M = dmean/db, priors the positive part of their curvature.
+Gilmour, Thompson and Cullis 1995, "Average information REML", Biometrics 51. With a = H^-1 (y - mean) and q_i =
+(dH/dt_i) a, A = 1/2 Q^T H^-1 Q is the mean of observed and expected information if H is linear in t. Parameters b of
+the mean add M^T H^-1 M with M = dmean/db, priors the positive part of their curvature.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,10 @@ from gpy_iterative.linear_solvers.solution import ColumnGroup
 from gpy_iterative.training.surrogate import surrogate
 from gpy_iterative.worker_threads import CPU
 
-#: Relative residual of the solve; the error of A is of second order in it.
+#: Relative residual; the error of A is of second order in it.
 TOLERANCE = 0.1
-#: Smaller relative energies of combined solutions are rounding errors.
+#: Smaller relative energies are rounding errors.
 LEAST_EIGENVALUE = 1e-5
-#: Samples of the gradient's noise; each costs one gradient.
 NOISE_SAMPLES = 3
 
 
@@ -36,12 +35,10 @@ class Curvature:
 
     Attributes:
         matrix: A [p, p], float64, with priors; one for a batch of models.
-        correction: [p], first-order error of the gradient from the residual of H a = y - mean: a residual of .01 may hide
-            several nats.
-        linear: [p], values that the mean alone depends on; most means are linear in them.
-        solutions: H^-1 Q [*b, n, c], initial guess for the next point; None for Cholesky.
-        epochs: passes of the solve over the kernel matrix.
-        is_rough: by differences to one side, or from steps, which say nothing of other directions: no standard errors.
+        correction: [p], of the gradient for the residual of H a = y - mean, which may hide several nats.
+        linear: [p], whether only the mean depends on it.
+        solutions: H^-1 Q [*b, n, c]; None for Cholesky.
+        is_rough: by one-sided differences or steps: no standard errors.
     """
 
     matrix: Tensor
@@ -61,13 +58,7 @@ def average_information(
     initial_guess: Tensor | None = None,
     tolerance: float = TOLERANCE,
 ) -> Curvature:
-    """The average information at a point.
-
-    Args:
-        evaluation: with graph and tiles of the current hyperparameters.
-        generator: for stochastic solvers.
-        initial_guess: solutions of an earlier point.
-        tolerance: relative residual.
+    """The average information at a point; `evaluation` has graph and tiles.
 
     Cost for a radial kernel with d lengthscales: one product with 1 + 2d columns, a solve with p columns.
     """
@@ -80,7 +71,7 @@ def average_information(
         solutions = Cholesky().factorize(evaluation.system.operator).solve(rhs)
         residual, epochs = torch.zeros_like(rhs), 0.0
     else:
-        # At equal residuals, other solvers may make the matrix too small by half: their error has more energy.
+        # At equal residuals, errors of other solvers have more energy: the matrix may be too small by half.
         solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else conjugate_gradients(rhs.shape[-2])
         is_fitting = initial_guess is not None and initial_guess.shape == rhs.shape
         solution = solver.solve(
@@ -103,12 +94,7 @@ def average_information(
 
 @dataclass(frozen=True)
 class _Columns:
-    """Derivatives of H a and of the mean.
-
-    Attributes:
-        joined: [*b, n, c], those of H a, then those of the mean.
-        of_matrix, of_mean: their coordinates.
-    """
+    """Derivatives of H a, then of the mean, [*b, n, c], and their coordinates."""
 
     joined: Tensor
     of_matrix: list[int]
@@ -132,7 +118,7 @@ class _Columns:
         return cls(joined.detach(), list(of_matrix), list(of_mean))
 
     def information(self, solutions: Tensor, residual: Tensor, size: int) -> Tensor:
-        """A [size, size] from V ~ H^-1 Q [*b, n, c] and Q - H V: positive semi-definite, never too large."""
+        """A [size, size] from V ~ H^-1 Q [*b, n, c] and Q - H V."""
         matrix, count = torch.zeros(size, size, dtype=torch.float64, device=CPU), len(self.of_matrix)
         parts = ((self.of_matrix, slice(0, count), 0.5), (self.of_mean, slice(count, None), 1.0))
         for numbers, columns, factor in parts:
@@ -161,7 +147,7 @@ def _residual(evaluation: Evaluation) -> Tensor:
 def _energies(q: Tensor, v: Tensor, rest: Tensor) -> Tensor:
     """Q^T H^-1 Q [*b, c, c] in the span of V ~ H^-1 Q: (V^T Q)^T (V^T H V)^-1 (V^T Q).
 
-    The Rayleigh-Ritz value: never negative, with the error of the best combination of columns in the energy of H.
+    The Rayleigh-Ritz value is never negative nor too large, and has the error of the best combination of columns.
     """
     cross, gram = v.mT @ q, v.mT @ (q - rest)
     if not rest.any():
@@ -176,7 +162,6 @@ def _energies(q: Tensor, v: Tensor, rest: Tensor) -> Tensor:
 
 
 def log_prior(mll: gpytorch.mlls.MarginalLogLikelihood, batch_shape: torch.Size) -> Tensor:
-    """Sum of the priors' log densities as the mll counts them, [], with graph."""
     total = torch.zeros(batch_shape, device=CPU)
     for _, module, prior, closure, _ in mll.model.named_priors():
         terms = prior.log_prob(closure(module))
@@ -217,10 +202,7 @@ def gradient_noise(evaluation: Evaluation, coordinates: Coordinates, num_samples
 
 
 def _balanced_signs(size: int, num_samples: int) -> Tensor:
-    """[num_samples, size] scaled signs with sum zero: the mean over probes becomes a sample of its error.
-
-    A single probe is its own error.
-    """
+    """Scaled signs [num_samples, size] with sum zero: the mean over probes becomes a sample of its error."""
     if size == 1:
         return torch.ones(1, 1, device=CPU)
     generator, half = torch.Generator().manual_seed(0), size // 2

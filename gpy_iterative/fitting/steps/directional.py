@@ -1,7 +1,7 @@
 """Derivatives of a product H a along the coordinates, q_i = (dH/dt_i) a, without the matrices dH/dt_i.
 
-Autograd carries directions to the operator's tensors: scaled inputs, outputscale, noise. From there, radial kernels, their
-sums, multiples and noise have closed forms; other operators use central differences.
+Autograd carries directions to the operator's tensors. From there, radial kernels, their sums, multiples and noise have
+closed forms; other operators use central differences.
 """
 
 from abc import ABC, abstractmethod
@@ -20,17 +20,16 @@ from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOpe
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 
-#: Tolerance for inputs that move by a scale, relative to the largest move.
+#: Of inputs that move by a scale, relative to the largest move.
 ROUNDING = 1e-4
-#: Derivatives of an operator's tensors; None for zero.
+#: Of an operator's tensors; None for zero.
 Tangent = Sequence[Tensor | None]
 
 
 def tangents(tensors: Sequence[Tensor], coordinates: Coordinates) -> Iterator[Tangent]:
     """The derivatives of the tensors by each coordinate.
 
-    GPyTorch's graphs have no forward mode, but the derivative of a vector-Jacobian product by its vector is a
-    Jacobian-vector product.
+    GPyTorch's graphs have no forward mode; the derivative of a vector-Jacobian product by its vector replaces it.
     """
     wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     covectors = [torch.zeros_like(tensors[index], requires_grad=True) for index in wanted]
@@ -49,12 +48,7 @@ def tangents(tensors: Sequence[Tensor], coordinates: Coordinates) -> Iterator[Ta
 
 
 class DirectionalProduct(ABC):
-    """The derivative of `operator @ vector` along tangents of `operator.representation()`; caches shared parts.
-
-    Args:
-        operator: [*b, n, n].
-        vector: a [*b, n].
-    """
+    """Derivative of `operator @ vector` along tangents of `operator.representation()`."""
 
     def __init__(self, operator: Any, vector: Tensor) -> None:
         self.operator, self.vector = operator, vector
@@ -138,7 +132,7 @@ class _Radial(DirectionalProduct):
         return total if alpha is None else _sum(total, alpha * self._alpha)
 
     def _rates(self, moved: Tensor) -> Tensor | None:
-        """Rates [*b, d] of inputs that move as x1 = x / lengthscale does; None for other moves."""
+        """Rates [*b, d] of inputs that move as x / lengthscale does; None for other moves."""
         x1 = self.operator.x1.detach()
         squares = x1.double().square().sum(-2).clamp_min(torch.finfo(torch.float64).tiny)
         rates = ((moved.double() * x1).sum(-2) / squares).to(x1)
@@ -147,10 +141,7 @@ class _Radial(DirectionalProduct):
 
 
 class _Differences(DirectionalProduct):
-    """Central differences in float64; keeps no tiles.
-
-    K a is small beside its terms: float32 rounding errors over the step would drown the difference.
-    """
+    """Central differences in float64: float32 rounding errors over the step would drown a small K a."""
 
     @cached_property
     def _converted(self) -> LinearOperator:

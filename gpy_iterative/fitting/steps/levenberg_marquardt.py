@@ -1,7 +1,6 @@
 """Levenberg-Marquardt steps to the optimum of a value with a curvature.
 
-Coordinates are clipped separately: a lengthscale that goes to infinity must not slow the others. A step with too little
-gain is undone and shortened.
+Coordinates are clipped separately: a lengthscale that goes to infinity must not slow the others.
 """
 
 import logging
@@ -30,30 +29,21 @@ logger = logging.getLogger(__name__)
 
 #: Largest move of a coordinate without units.
 RADIUS = 2.0
-#: Diagonal term of A per datum: bounds steps of undetermined coordinates. With units: relative to the diagonal.
+#: For undetermined coordinates, per datum; with units relative to the diagonal.
 RIDGE = 1e-6
-#: Damping relative to the diagonal of A: largest initial, and minimum after a poor or undone step.
+#: Relative to the diagonal of A: largest at first, least after a poor step.
 FIRST_DAMPING, POOR_DAMPING = 1.0, 1e-2
-#: Gained part of the prediction for a step to be kept, good, and very good.
+#: Gained part of the prediction.
 LEAST_GAIN, GOOD_GAIN, VERY_GOOD_GAIN = 0.1, 0.5, 0.75
-#: A predicted gain below this many standard errors is computed from gradients.
+#: Standard errors of a predicted gain that values show.
 VISIBLE = 2.0
-#: With fewer nats left, the last step corrects the curvature.
+#: Nats left, where the last step corrects the curvature.
 NEAR = 5.0
-#: Undone steps before giving up.
 MAX_TRIALS = 8
 
 
 class LevenbergMarquardt(ABC):
-    """Base of the ways to the optimum, which differ in their curvature.
-
-    Args:
-        mll: with training data; set to training mode.
-        params: as in `mll(model(x), y, *params)`.
-
-    Raises:
-        ValueError: no free parameter.
-    """
+    """Base of the optimisers, which differ in their curvature. ValueError without a free parameter."""
 
     method: ClassVar[str]
     _failed: ClassVar[tuple[SolveStatus, ...]]  # after these, a point is unusable
@@ -67,12 +57,11 @@ class LevenbergMarquardt(ABC):
         self._point: Point | None = None
         self._assessment: Assessment | None = None
         self._last: Secant | None = None
-        self._is_inside = False  # parameters are inside their bounds
+        self._is_inside = False
         to_training_mode(mll, mll.model, mll.likelihood)
 
     @abstractmethod
-    def _evaluated(self) -> Point:
-        """The current point."""
+    def _evaluated(self) -> Point: ...
 
     @abstractmethod
     def _curvature(self, point: Point) -> Curvature: ...
@@ -106,7 +95,7 @@ class LevenbergMarquardt(ABC):
         return self._assessment
 
     def settle(self) -> Assessment:
-        """`assess()` at the end of a fit, by a curvature that gives standard errors."""
+        """`assess()` by a curvature that gives standard errors."""
         return self.assess()
 
     def step(self) -> Step | None:
@@ -161,7 +150,6 @@ class LevenbergMarquardt(ABC):
             self._damping = max(2 * self._damping, POOR_DAMPING)
 
     def go_to(self, position: Tensor) -> None:
-        """Sets the coordinates, [p]."""
         self.coordinates.write(position)
         self._point = self._assessment = self._last = None
 
@@ -176,10 +164,7 @@ class LevenbergMarquardt(ABC):
         return {"damping": damping, **last, **before}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores `state()`, before or after the parameters are loaded.
-
-        Raises ValueError, without changes, for another mll.
-        """
+        """Raises ValueError, without changes, for another mll."""
         self.mll.load_training_state(
             {name.removeprefix("mll."): tensor for name, tensor in state.items() if name.startswith("mll.")}
         )
@@ -196,7 +181,7 @@ class LevenbergMarquardt(ABC):
         is_lowest, is_highest = self.coordinates.at_bounds(point.position)
         held = (is_lowest & (gradient < 0)) | (is_highest & (gradient > 0))
         diagonal = curvature.matrix.diagonal()
-        # The curvature of a typical coordinate; it gives those with units a scale.
+        # A typical curvature gives coordinates with units a scale.
         typical = torch.full_like(diagonal, point.num_data)
         scale = torch.where(self.coordinates.has_units & (diagonal > 0), diagonal, typical)
         # The value is quadratic in parameters of the mean.
@@ -210,7 +195,7 @@ class LevenbergMarquardt(ABC):
         return replace(found, left=left, samples=samples, noise=found.energy(samples))
 
     def _move(self, point: Point, found: Assessment, matrix: Tensor) -> Tensor:
-        """The damped, clipped and projected step for a curvature [p, p]."""
+        """The damped, clipped and projected step."""
         free = ~found.held
         matrix = matrix + self._damping * torch.diag(found.curvature.matrix.diagonal())
         move = torch.zeros_like(point.position)
@@ -230,7 +215,6 @@ class LevenbergMarquardt(ABC):
         return None if point.status in self._failed else point
 
     def _undo_to_here(self) -> Callable[[], None]:
-        """Restores parameters, the mll's run and what it has warned of, as often as called."""
         parameters = self.coordinates.parameters
         before, state, warned_of = copied(parameters), self.mll.training_state(), set(self.mll.warned_of)
 
@@ -245,8 +229,8 @@ class LevenbergMarquardt(ABC):
 def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predicted: float) -> tuple[float, float, bool]:
     """Gain of a step, the least gain to keep it, and whether the two values show it.
 
-    Frozen probes make noise cancel in differences of values. If noise hides the prediction, the gain comes from the
-    less noisy gradients at both ends, and their noise lowers the least gain.
+    Frozen probes make noise cancel in differences of values. If noise hides the prediction, the less noisy gradients at
+    both ends give the gain, and their noise lowers the least gain.
     """
     noise = found.error_along(move)
     if predicted > VISIBLE * math.hypot(point.error, reached.error, noise):

@@ -1,5 +1,3 @@
-"""Points on the way to the optimum, and steps between them."""
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +8,7 @@ from gpy_iterative.exact.base import Evaluation
 from gpy_iterative.fitting.steps.curvature import Curvature
 from gpy_iterative.linear_solvers.solution import SolveStatus
 
-#: Used range of a step's curvature, relative to the average information.
+#: Used range, relative to the average information.
 SEEN_CURVATURE = (0.05, 4.0)
 
 
@@ -19,16 +17,14 @@ class Point:
     """An evaluation of the marginal log likelihood.
 
     Attributes:
-        position: [p].
+        position, gradient: [p].
         value: log marginal likelihood in nats, with priors, summed over a batch.
         error: its standard error.
-        gradient: [p].
         num_data: of each member of a batch.
         per_datum: value and standard error as the mll tells them, means over a batch.
-        status: of the solves.
-        before: the mll's training state, to repeat the evaluation exactly.
+        before: the mll's training state, to repeat the evaluation.
         epochs: passes over the kernel matrix.
-        evaluation: with graph and solves; None where only value and gradient are known.
+        evaluation: with graph and solves, or None.
     """
 
     position: Tensor
@@ -48,11 +44,10 @@ class Assessment:
     """Curvature at a point, and nats left to gain.
 
     Attributes:
-        curvature: A, its matrix.
         gradient: [p], corrected for the residual of the targets' solve.
         held: [p], coordinates that the gradient pushes against a bound.
         left: 1/2 g^T A^-1 g, nats left to gain.
-        noise: its expected error from probe noise; 0 for an exact gradient.
+        noise: its expected error from probe noise.
         samples: [k, p], noise samples of the gradient; k is 0 for an exact one.
         ridge: [p], added to the diagonal of A.
         radius: [p], largest moves.
@@ -90,11 +85,10 @@ class Step:
     Attributes:
         length: largest move of a coordinate.
         predicted: gain by the quadratic model, nats.
-        gained: nats; the difference of the values if `seen`, else the trapezoidal rule for the gradients.
+        gained: nats; the difference of the values if `seen`, else by the trapezoidal rule for the gradients.
         seen: whether the predicted gain exceeded the values' noise.
         trials: evaluations, with undone ones.
-        epochs: passes over the kernel matrix of all trials, without the curvature's.
-        seconds: wall-clock time.
+        epochs: of all trials, without the curvature's.
     """
 
     length: float
@@ -115,10 +109,7 @@ class Secant:
     is_poor: bool
 
     def seen_in(self, matrix: Tensor, *, is_near: bool) -> Tensor:
-        """The matrix [p, p] with the observed curvature along the step: a poor step may raise it, any near the end.
-
-        Unchanged if the observed curvature is out of range.
-        """
+        """The matrix [p, p] with the observed curvature along the step: a poor step may raise it, any near the end."""
         product = matrix @ self.move
         expected = self.move @ product
         part = float(self.move @ self.change / expected)

@@ -1,8 +1,7 @@
-"""Levenberg-Marquardt steps for exact values whose curvature is unknown, such as Laplace's evidence of a Cholesky factor.
+"""Levenberg-Marquardt steps for exact values whose curvature is unknown.
 
-The curvature comes from differences of gradients at the first point, and follows the steps (Broyden, Fletcher, Goldfarb
-and Shanno; Nocedal and Wright 2006, "Numerical optimization", section 6.1). Directions that no step took are unknown to it,
-so the end is judged by central differences.
+The curvature comes from differences of gradients at the first point, and follows the steps (BFGS; Nocedal and Wright 2006,
+"Numerical optimization", section 6.1). It says nothing of other directions, so central differences judge the end.
 """
 
 import math
@@ -21,17 +20,16 @@ from gpy_iterative.fitting.stopping import has_converged
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 
-#: Moves of a coordinate for differences of gradients, in float64 and in float32. With units: relative to larger values, and
-#: shortened to at most this many nats of curvature.
+#: Moves for differences, in float64 and in float32; with units relative to larger values, and of at most so many nats.
 DIFFERENCE, ROUNDED_DIFFERENCE = 0.01, 0.1
 MOST_NATS = 0.05
-#: Largest part that a move keeps when it is shortened, at least; shortenings before a coordinate counts as undetermined.
+#: Least part that a shortened move keeps; shortenings before a coordinate counts as undetermined.
 SHORTENED, MAX_SHORTENED = 0.1, 20
-#: A rough curvature must leave less than this part of a converged fit's nats, before central differences judge the end.
+#: Part of a converged fit's nats below which central differences judge the end.
 SURE = 0.4
-#: Smaller curvature along a step, relative to the known one, is replaced by this part of it (Powell's damping).
+#: Least curvature along a step, relative to the known one (Powell's damping).
 LEAST_CURVATURE = 0.2
-#: Rounding of a value, in units of its dtype's.
+#: Of a value, in units of its dtype's.
 ROUNDING = 4.0
 
 
@@ -41,14 +39,7 @@ class HasExactValues(Protocol):
 
 
 class QuasiNewton(LevenbergMarquardt):
-    """Steps of a marginal log likelihood whose values and gradients are exact.
-
-    Args:
-        mll: see `HasExactValues`; set to training mode.
-        params: as in `mll(model(x), y, *params)`.
-
-    Raises:
-        ValueError: no free parameter.
+    """Steps of a marginal log likelihood with exact values and gradients.
 
     Cost of a step: one gradient; at the first point also one for each of the p coordinates, at each judged end two.
     """
@@ -58,11 +49,11 @@ class QuasiNewton(LevenbergMarquardt):
 
     def __init__(self, mll: Any, *, params: Sequence[Any] = ()) -> None:
         super().__init__(mll, params)
-        self._matrix: Tensor | None = None  # of the point before the last step, once that was assessed
+        self._matrix: Tensor | None = None  # before the last step
         position = self.coordinates.read()
         is_rounded = any(torch.finfo(each.dtype).bits < 64 for each in self.coordinates.parameters)
         difference = ROUNDED_DIFFERENCE if is_rounded else DIFFERENCE
-        self._moves = torch.full_like(position, difference)  # of the differences
+        self._moves = torch.full_like(position, difference)
 
     def state(self) -> dict[str, Tensor]:
         matrix = {} if self._matrix is None else {"matrix": self._matrix}
@@ -140,7 +131,7 @@ class QuasiNewton(LevenbergMarquardt):
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
         positive = values.abs()
         if both_sides:
-            # The end is no optimum if the value grows ever faster in some direction: as far as a step may go counts.
+            # Where the value grows ever faster, as far as a step may go counts.
             slopes = vectors.mT @ point.gradient
             gains = slopes.abs() * RADIUS + 0.5 * positive * RADIUS**2
             positive = torch.where(values < 0, slopes.square() / (2 * gains), positive)
@@ -149,7 +140,7 @@ class QuasiNewton(LevenbergMarquardt):
     def _measured_row(self, point: Point, number: int, *, both_sides: bool) -> tuple[Tensor, float]:
         """A row [p] of the curvature, zero where no neighbour can be evaluated, and epochs.
 
-        Keeps the length of the move: units are unknown at first, and a far neighbour has another curvature.
+        The length of the move is kept: units are unknown at first, and a far neighbour has another curvature.
         """
         epochs, has_units, start = 0.0, bool(self.coordinates.has_units[number]), float(self._moves[number])
         for _ in range(MAX_SHORTENED):
