@@ -11,9 +11,8 @@ from gpy_iterative.command_line.model import TableModel
 from gpy_iterative.command_line.table import BadInputError
 from gpy_iterative.fitting import Estimated, FitResult, FitStatus
 from gpy_iterative.fitting.plot import new_figure
+from gpy_iterative.fitting.result import WIDTH
 
-#: Of a 95 % interval, in standard deviations.
-WIDTH = 1.96
 #: Advice by the command's own options.
 ADVICE = {
     FitStatus.CONVERGED: FitStatus.CONVERGED.advice,

@@ -216,7 +216,8 @@ class Coordinates:
             return torch.zeros(len(self), len(self), dtype=torch.float64, device=CPU)
         options = {"allow_unused": True, "materialize_grads": True}
         raws = self.parameters
-        slopes = torch.autograd.grad(self._transformed(raws).sum(), raws, create_graph=True)
+        transformed = [part.coordinates(part.values(part.parameter)).sum() for part in self.parts]
+        slopes = torch.autograd.grad(transformed, raws, create_graph=True)
         gradients = torch.autograd.grad(function, raws, create_graph=True, **options)
         entries = torch.cat([(g / slope).reshape(-1) for g, slope in zip(gradients, slopes, strict=True)])
         rows = [
@@ -236,10 +237,6 @@ class Coordinates:
                 direction = torch.zeros_like(flat)
                 direction[entry] = 1 / flat[entry]
                 yield number, direction.reshape(slopes.shape).to(part.parameter)
-
-    def _transformed(self, raws: Sequence[Tensor]) -> Tensor:
-        parts = zip(self.parts, raws, strict=True)
-        return torch.cat([part.coordinates(part.values(raw)).reshape(-1) for part, raw in parts])
 
     def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.detach().double().reshape(-1).cpu() for tensor in tensors])

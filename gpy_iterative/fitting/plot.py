@@ -1,17 +1,9 @@
 import importlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-
-class Row(Protocol):
-    @property
-    def step(self) -> int: ...
-    @property
-    def value(self) -> float: ...
-    @property
-    def value_sem(self) -> float: ...
-    @property
-    def left_to_gain(self) -> float | None: ...
+if TYPE_CHECKING:
+    from gpy_iterative.fitting.result import HistoryRow
 
 
 def new_figure(caller: str, size: tuple[float, float]) -> Any:
@@ -24,7 +16,7 @@ def new_figure(caller: str, size: tuple[float, float]) -> Any:
     return figures.Figure(figsize=size, layout="constrained")
 
 
-def plot_history(rows: Sequence[Row]) -> Any:
+def plot_history(rows: "Sequence[HistoryRow]") -> Any:
     steps = [row.step for row in rows]
     has_left = any(row.left_to_gain is not None for row in rows)
     figure = new_figure("result.plot()", (6, 5 if has_left else 3))

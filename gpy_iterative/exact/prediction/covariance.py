@@ -106,14 +106,11 @@ class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         whole = all(isinstance(index, slice) and index == slice(None) for index in batch_indices)
-        if whole and isinstance(row_index, slice) and row_index == col_index and not self._is_list:
+        is_list = self.test_train.dim() < self.test_test.dim()
+        if whole and isinstance(row_index, slice) and row_index == col_index and not is_list:
             part = self.test_test[..., row_index, row_index], self.test_train[..., row_index, :]
             return type(self)(*part, **self._kwargs)
         return super()._getitem(row_index, col_index, *batch_indices)
-
-    @property
-    def _is_list(self) -> bool:
-        return self.test_train.dim() < self.test_test.dim()
 
     def _chunk_length(self, projection: Projection) -> int:
         numbers = projection.numbers_per_point(self.test_train) * self.test_train.batch_shape.numel()

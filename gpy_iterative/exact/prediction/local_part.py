@@ -50,7 +50,7 @@ class LocalPart:
         are_nearest: bool,
     ) -> "LocalPart":
         kernel, diagonal, noise = kernel_and_noise(operator)
-        rounding = rounding_norm(diagonal, num_neighbours)
+        rounding = ROUNDING_ERRORS * torch.finfo(diagonal.dtype).eps * num_neighbours**0.5 * diagonal.amax(-1).double()
         diagonal, noise = (diagonal, diagonal) if noise is None else (diagonal + noise, noise)
         # Data inside the span are only rounding errors: no neighbours. A norm stores no squares.
         explained = torch.linalg.vector_norm(product, dim=-1).square()
@@ -79,8 +79,9 @@ class LocalPart:
 class Neighbours:
     """Of test points [*batch, t]; `coefficients` are A^T k_x [*batch, t, r]."""
 
-    def __init__(self, local: LocalPart, test_train: LinearOperator, coefficients: Tensor, points: torch.Size) -> None:
-        self.local, self.test_train, self.coefficients, self.points = local, test_train, coefficients, points
+    def __init__(self, local: LocalPart, test_train: LinearOperator, coefficients: Tensor) -> None:
+        self.local, self.test_train, self.coefficients = local, test_train, coefficients
+        self.points = points = coefficients.shape[:-1]
         self.product = local.product.to(coefficients.dtype)
         self.rounding = local.rounding[..., None, None]
         nearest = local.nearest_to(test_train)
@@ -180,10 +181,6 @@ class Neighbours:
 
 def _past_projections(prior: Tensor, rows: Tensor, coefficients: Tensor) -> Tensor:
     return prior - (rows @ coefficients.unsqueeze(-1)).squeeze(-1)
-
-
-def rounding_norm(prior_variance: Tensor, size: int) -> Tensor:
-    return ROUNDING_ERRORS * torch.finfo(prior_variance.dtype).eps * size**0.5 * prior_variance.amax(-1).double()
 
 
 def jittered_factor(covariances: Tensor) -> Tensor:

@@ -50,8 +50,7 @@ class Projection:
         # Cancellation: the two numbers may agree in almost all digits of float32.
         explained = torch.linalg.vector_norm(coefficients, dim=-1, dtype=torch.float64).square()
         if self.local is not None and explained.numel():
-            neighbours = Neighbours(self.local, test_train, coefficients, coefficients.shape[:-1])
-            explained = explained + neighbours.explained_variance()
+            explained = explained + Neighbours(self.local, test_train, coefficients).explained_variance()
         variance = prior_variance.double() - explained.reshape(prior_variance.shape)
         return variance.to(prior_variance.dtype).maximum(_least_variance(prior_variance))
 
@@ -62,7 +61,7 @@ class Projection:
         exact = coefficients.double()
         covariance = prior_covariance.double() - exact @ exact.mT
         if self.local is not None and points.numel():
-            covariance = covariance - Neighbours(self.local, test_train, coefficients, points).explained_covariance()
+            covariance = covariance - Neighbours(self.local, test_train, coefficients).explained_covariance()
         variance, least = (matrix.diagonal(dim1=-2, dim2=-1) for matrix in (covariance, prior_covariance))
         raised = (_least_variance(least).double() - variance).clamp_min(0)
         return (covariance + torch.diag_embed(raised)).to(prior_covariance.dtype)
