@@ -14,7 +14,6 @@ from torch import Tensor
 from gpy_iterative.command_line.table import BadInputError, Table, counted_rows, read_table
 
 MISSING = frozenset({"", "na", "n/a", "#n/a", "<na>", "nan", "null", "none"})
-#: Level of an empty cell.
 EMPTY = "(empty)"
 MAX_LEVELS = 20
 HINTS = {
@@ -48,7 +47,7 @@ PARSERS: dict[str, Callable[[str], float]] = {"number": number, "date": days}
 class Column:
     name: str
     kind: str  # "number", "date" or "category"
-    levels: tuple[str, ...] = ()  # of a category, EMPTY as ""
+    levels: tuple[str, ...] = ()  # of a category, "" if missing
 
     @classmethod
     def of(cls, name: str, cells: Sequence[str]) -> "Column":
@@ -107,7 +106,6 @@ def hint(cell: str) -> str:
 
 
 def first_strange(cells: Sequence[str], parse: Callable[[str], float]) -> int | None:
-    """Number of the first cell that `parse` refuses."""
     for row, cell in enumerate(cells):
         try:
             parse(cell)
@@ -126,7 +124,6 @@ class TrainingData:
 
 
 def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_incomplete: bool) -> TrainingData:
-    """Raises BadInputError with advice."""
     if target in dropped:
         raise BadInputError(f"{target!r} is the target: it cannot be left out by --drop.")
     table = read_table(path, (target, *dropped))
@@ -164,7 +161,6 @@ def _encoded(table: Table, target: str) -> dict[Column, np.ndarray]:
 
 
 def _complete_rows(values: dict[Column, np.ndarray], drop_incomplete: bool) -> np.ndarray:
-    """Numbers of the complete rows. Raises BadInputError for gaps, or too few rows."""
     gaps = {column.name: np.isnan(rows[:, 0]) for column, rows in values.items()}
     counts = [f"{name} ({rows.sum()})" for name, rows in gaps.items() if rows.any()]
     has_gap = np.any(list(gaps.values()), axis=0)

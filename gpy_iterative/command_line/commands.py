@@ -20,7 +20,6 @@ from gpy_iterative.fitting.fit import fit
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.prediction import PathwisePosterior
 
-#: As shells give it.
 INTERRUPTED = 130
 #: Up to here a start from subsets does not pay.
 ROWS_OF_CHEAP_STEPS = 20_000
@@ -151,7 +150,6 @@ def data_lines(data: TrainingData, num_kept: int) -> list[str]:
 
 
 def fitted(mll: HutchinsonMarginalLogLikelihood, max_steps: int | None, checkpoint: Path | None) -> FitResult:
-    """Raises BadInputError for a checkpoint or data that the fit refuses."""
     is_large = len(mll.model.train_targets) > ROWS_OF_CHEAP_STEPS
     try:
         return fit(mll, start="subsets" if is_large else "current", max_steps=max_steps, checkpoint=checkpoint)

@@ -1,5 +1,3 @@
-"""The Gaussian process of a table, with units and file."""
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,7 +46,7 @@ class Units:
 
     @classmethod
     def of(cls, values: Tensor) -> "Units":
-        """Of rows [n, d]; constant columns keep their scale."""
+        """Those of rows [n, d]; constant columns keep their scale."""
         largest = values.abs().amax(0)
         largest = torch.where(largest > 0, largest, 1.0)  # squares neither overflow nor vanish
         parts = values / largest
@@ -76,7 +74,6 @@ class TableModel:
 
     @property
     def inputs(self) -> dict[str, float]:
-        """Names and scales of all d inputs."""
         names = [name for column in self.columns for name in column.inputs]
         return dict(zip(names, self.input_units.scale.tolist(), strict=True))
 
@@ -97,7 +94,7 @@ class TableModel:
         return mean * self.target_units.scale + self.target_units.mean, deviation * self.target_units.scale
 
     def save(self, path: Path, x: Tensor, y: Tensor) -> None:
-        """With these observations [n, d], [n], in the table's units."""
+        """Writes a model file with these observations [n, d], [n], in the table's units."""
         like = self.regression.train_targets
         data = {
             "inputs": self.input_units.standardise(x).to(like),

@@ -1,5 +1,3 @@
-"""Results of a fit in the table's units, as text and plot."""
-
 import importlib.util
 import math
 from pathlib import Path
@@ -13,7 +11,6 @@ from gpy_iterative.fitting import Estimated, FitResult, FitStatus
 from gpy_iterative.fitting.plot import new_figure
 from gpy_iterative.fitting.result import WIDTH
 
-#: Advice by the command's own options.
 ADVICE = {
     FitStatus.CONVERGED: FitStatus.CONVERGED.advice,
     FitStatus.NOISE: (
@@ -35,7 +32,6 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def score_lines(model: TableModel, y: Tensor, mean: Tensor, deviation: Tensor) -> list[str]:
-    """Scores of held-out targets y [t], and without a model."""
     plain = (parameter.expand_as(y) for parameter in (model.target_units.mean, model.target_units.scale))
     (rmse, density), (plain_rmse, plain_density) = _scores(y, mean, deviation), _scores(y, *plain)
     inside = int(((y - mean).abs() < WIDTH * deviation).sum())
@@ -95,7 +91,6 @@ def _in_words(each: Estimated, name: str, power: float, factor: float, shift: fl
 
 
 def check_plot(path: Path) -> None:
-    """Raises BadInputError if `save_plot` cannot work."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BadInputError("--plot needs matplotlib, which is not installed: pip install matplotlib.")
     if path.suffix not in PICTURES:

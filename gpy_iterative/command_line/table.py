@@ -34,7 +34,6 @@ def read_table(path: Path, needed: Iterable[str]) -> Table:
 
 
 def _read_lines(path: Path) -> list[list[str]]:
-    """Names and rows, without empty lines; at least one line."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             headers = {}

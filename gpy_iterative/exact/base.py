@@ -65,7 +65,7 @@ class Evaluation:
     value: Tensor  # [*b]
     system: TrainingSystem  # H, y - mean and the prior; float64 where H is factored
     estimate: Estimate  # without priors and added loss terms
-    num_data: int  # n, the divisor of `value`
+    num_data: int  # n
 
 
 class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
@@ -249,7 +249,6 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return other
 
     def continue_from(self, variant: Self) -> None:
-        """Takes a variant's report and, if it has as many probes, its run."""
         self.report, self._params = variant.report, variant._params
         if variant.probes == self.probes:
             self._run = variant._run

@@ -88,7 +88,6 @@ def check_layers(model: torch.nn.Module, *, batches: bool) -> None:
 
 
 def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
-    """Raises ValueError for unusable data, RuntimeError for a `function_dist` that is no prior."""
     check_fit(model, function_dist, target)
     check_layers(model, batches=False)
     check_inputs(model)
@@ -111,7 +110,6 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
 
 #: Largest angle of a step straight back, in sqrt(eps).
 ANGLE = 5.0
-#: Steps straight back that show a search.
 SIGHTINGS = 2
 
 ADVICE = (

@@ -85,7 +85,6 @@ def _temporary_file(path: Path) -> tuple[Path, BinaryIO]:
 def read_checkpoint(
     path: Path, mll: gpytorch.mlls.MarginalLogLikelihood, method: str, params: Sequence[Any] = ()
 ) -> Checkpoint:
-    """Raises CheckpointError for other files, or for another fit."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:

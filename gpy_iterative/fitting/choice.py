@@ -26,7 +26,6 @@ class Choice:
 
 
 def choose(mll: Any, method: Method, batches: object | None, params: Sequence[Any] = ()) -> Choice:
-    """Raises ValueError for conflicting options, or a kernel without average information."""
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
     if method not in ("auto", "adam") and batches is not None:
@@ -63,7 +62,6 @@ def _obstacles(mll: Any, batches: object | None, is_exact: bool) -> Iterator[str
 
 
 def _missing_information(mll: Any, params: Sequence[Any]) -> str | None:
-    """Why an exact marginal log likelihood has no average information; None for other mlls."""
     if not isinstance(mll, IterativeMarginalLogLikelihood):
         return None
     for name, module in mll.model.named_modules():
@@ -78,7 +76,7 @@ def _missing_information(mll: Any, params: Sequence[Any]) -> str | None:
 
 
 def system_now(mll: GaussianMarginalLogLikelihood, params: Sequence[Any] = ()) -> TrainingSystem:
-    """The current system of the training data. Cost: the mean at all training inputs."""
+    """Cost: the mean at all training inputs."""
     model: Any = mll.model
     check_has_data(model)
     to_training_mode(mll, model, mll.likelihood)

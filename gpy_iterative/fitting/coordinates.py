@@ -66,7 +66,6 @@ class Coordinate:
         return (values - low).log() - (high - values).log()
 
     def slopes(self) -> Tensor:
-        """Derivatives of the coordinates by the raw parameters."""
         raw = self.parameter.detach().double().requires_grad_()
         return torch.autograd.grad(self.coordinates(self.values(raw)).sum(), raw)[0]
 
@@ -125,7 +124,6 @@ def free_parameters(module: gpytorch.Module) -> Iterator[tuple[str, Parameter, I
 
 
 def network_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Free parameters outside GPyTorch's modules."""
     return {
         f"{path}.{name}": parameter
         for path, part in module.named_modules()
@@ -193,7 +191,6 @@ class Coordinates:
             self.write(inside)
 
     def at_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether coordinates [p] are at their lower and at their upper bound."""
         return position <= self.lower + MARGIN, position >= self.upper - MARGIN
 
     def user_values(self, coordinates: Tensor) -> list[Tensor]:

@@ -156,7 +156,7 @@ def _loop(
         curved = AverageInformation(mll, params=params, generator=random)
         loop = CurvatureLoop(curved, history, steps, choice.reason)
     if known is not None:
-        mll.load_state_dict(known.parameters)  # first: it replaces buffers
+        mll.load_state_dict(known.parameters)  # first: it replaces buffers of that state
         try:
             loop.load_state(known.state)
         except ValueError as error:

@@ -1,5 +1,3 @@
-"""The loops of `gpi.fit`."""
-
 import logging
 import math
 import time
@@ -28,15 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class Loop(ABC):
-    """Base of the loops.
-
-    Attributes:
-        history: begins with the rows of a checkpoint.
-        preparation: seconds, added to the first row.
-    """
+    """Base of the loops; `history` begins with the rows of a checkpoint."""
 
     method: str
-    preparation = 0.0
+    preparation = 0.0  # seconds, added to the first row
 
     def __init__(self, mll: MarginalLogLikelihood, history: list[HistoryRow], max_steps: int, reason: str) -> None:
         self.mll, self.history, self.max_steps, self.reason = mll, history, max_steps, reason
@@ -241,7 +234,6 @@ def _is_visible(last: Step, found: Assessment) -> bool:
 
 
 def _noise_limit(found: Assessment) -> float:
-    """Nats of noise of a converged fit."""
     return NOISE * max(int((~found.held).sum()), 1)
 
 

@@ -11,7 +11,7 @@ from gpy_iterative.fitting.stopping import FitStatus
 
 #: Of a 95 % interval, in standard errors.
 WIDTH = 1.96
-#: Undetermined are a larger part of the variance from the ridge, and larger standard errors in log units.
+#: Of an undetermined coordinate: least part of the variance from the ridge, and least standard error in log units.
 RIDGE_PART, WIDEST = 0.1, 3.0
 MAX_LISTED, MOST_ROWS = 40, 40
 
@@ -144,7 +144,6 @@ def _shortened(rows: list[str]) -> list[str]:
 
 
 def _told(irrelevant: Sequence[str], names: Sequence[str]) -> list[str]:
-    """A kernel without relevant lengthscales is of no use, or began far from the data."""
     kernel_of = lambda name: name.partition("[")[0]
     useful = {kernel_of(name) for name in names if name not in irrelevant}
     inputs = [name for name in irrelevant if kernel_of(name) in useful]

@@ -45,15 +45,10 @@ def has_converged(left: float, noise: float) -> bool:
 
 
 def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float, noise: float) -> bool:
-    """Whether unknown errors of solves and rounding hide the nats left to gain.
+    """Whether unknown errors of solves and rounding hide the nats left to gain, given by point.
 
-    True if steps without visible gain leave more than the best earlier point; near the end, more than half of it, unless
-    the last step leaves clearly less than all others.
-
-    Args:
-        lefts, seen: by point: nats left to gain, and whether the step to it had a visible gain.
-        limit: nats of noise of a converged fit.
-        noise: of the last nats left.
+    True if steps without visible gain (`seen`) leave more than the best earlier point; near the end, more than half of it,
+    unless the last step leaves clearly less than all others. `limit` is the noise of a converged fit.
     """
     if len(lefts) <= DROWNED or any(seen[-DROWNED:]):
         return False

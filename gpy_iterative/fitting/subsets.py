@@ -22,9 +22,7 @@ from gpy_iterative.worker_threads import CPU
 
 logger = logging.getLogger(__name__)
 
-#: Nats left and steps, where a subset's fit ends.
 LEFT, MAX_STEPS = 0.5, 15
-#: Many data have long steps: a large subset costs little beside them.
 SUBSET_SIZE, LARGE_SUBSET_SIZE, MANY_DATA = 1_000, 3_000, 200_000
 
 

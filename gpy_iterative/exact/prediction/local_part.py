@@ -25,7 +25,7 @@ POINTS = 16
 ALL = slice(None)
 #: Relative jitters; the last ones for float32, where R may be only rounding errors.
 JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
-#: Of an entry of R, in machine epsilons of the largest prior variance.
+#: Error of an entry of R, in machine epsilons of the prior variance.
 ROUNDING_ERRORS = 16
 
 
@@ -52,7 +52,7 @@ class LocalPart:
         kernel, diagonal, noise = kernel_and_noise(operator)
         rounding = ROUNDING_ERRORS * torch.finfo(diagonal.dtype).eps * num_neighbours**0.5 * diagonal.amax(-1).double()
         diagonal, noise = (diagonal, diagonal) if noise is None else (diagonal + noise, noise)
-        # Data inside the span are only rounding errors: no neighbours. A norm stores no squares.
+        # Data inside the span are only rounding errors. A norm stores no squares.
         explained = torch.linalg.vector_norm(product, dim=-1).square()
         deviation = torch.maximum(diagonal - explained, 1e-4 * noise).sqrt()
         # In a sum with a weak short-range kernel the nearest are not the most correlated.
@@ -77,7 +77,7 @@ class LocalPart:
 
 
 class Neighbours:
-    """Of test points [*batch, t]; `coefficients` are A^T k_x [*batch, t, r]."""
+    """Neighbours of test points [*batch, t]; `coefficients` are A^T k_x [*batch, t, r]."""
 
     def __init__(self, local: LocalPart, test_train: LinearOperator, coefficients: Tensor) -> None:
         self.local, self.test_train, self.coefficients = local, test_train, coefficients

@@ -128,9 +128,8 @@ def _stacked(old: Tensor, new: Tensor, batch: torch.Size, dim: int) -> Tensor:
     return torch.cat([part.expand(*batch, *part.shape[dim:]) for part in (old, new)], dim=dim)
 
 
-#: In one local solve.
+#: New and old rows of one local solve.
 NEW_ROWS, NEIGHBOURS = 1024, 1024
-#: Old rows compared to detect a change of the prior.
 ROWS_COMPARED = 4
 ROWS_AT_A_TIME = 128
 

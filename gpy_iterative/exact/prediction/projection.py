@@ -47,7 +47,7 @@ class Projection:
         """var(x) [*batch, t] from k(x, x), never below its rounding error."""
         test_train = blocks.converted(test_train, self.basis.dtype)
         coefficients = self._coefficients(test_train)
-        # Cancellation: the two numbers may agree in almost all digits of float32.
+        # The two numbers may agree in almost all digits of float32.
         explained = torch.linalg.vector_norm(coefficients, dim=-1, dtype=torch.float64).square()
         if self.local is not None and explained.numel():
             explained = explained + Neighbours(self.local, test_train, coefficients).explained_variance()
@@ -55,7 +55,7 @@ class Projection:
         return variance.to(prior_variance.dtype).maximum(_least_variance(prior_variance))
 
     def covariance(self, prior_covariance: Tensor, test_train: LinearOperator) -> Tensor:
-        """[*batch, t, t], semi-definite up to rounding; its diagonal is `variance`."""
+        """The covariance [*batch, t, t], semi-definite up to rounding; its diagonal is `variance`."""
         points, test_train = prior_covariance.shape[:-1], blocks.converted(test_train, self.basis.dtype)
         coefficients = self._coefficients(test_train).reshape(*points, self.basis.shape[-1])
         exact = coefficients.double()
@@ -211,7 +211,7 @@ def _has_far_field(operator: LinearOperator) -> bool:
 
 
 def _rounding(product: Tensor) -> Tensor:
-    """Of R, [*b], from H A [*b, n, r]: eps times the largest |H a|^2."""
+    """The rounding error of R, [*b], from H A [*b, n, r]."""
     norms = torch.linalg.vector_norm(product, dim=-2)
     if not norms.shape[-1]:  # a zero prior
         return norms.double().sum(-1)

@@ -12,7 +12,6 @@ from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.snapshot import ModelSnapshot
 from gpy_iterative.training.training_system import prior_at
 
-#: Test points per block of features.
 CHUNK_POINTS = 1024
 
 
@@ -38,7 +37,7 @@ class SamplePaths:
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The functions at test inputs [*b, t, d]: [k, *b, t], or [k, *b, t, T] for T tasks; differentiable.
 
-        ValueError for inputs that do not fit. Cost: t (n + 2 m) k multiply-adds, t m sines and cosines for m frequencies.
+        ValueError for inputs that do not fit. Cost: t (n + 2 m) k multiply-adds for m frequencies.
         """
         with graph_for(inputs):
             model, _ = self._snapshot.copies()

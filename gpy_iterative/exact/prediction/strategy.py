@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PathwisePredictionStrategy:
-    """GPyTorch's prediction strategy for a PathwisePosterior.
+    """GPyTorch's prediction strategy for a `PathwisePosterior`.
 
     GPyTorch places K(x, x) of a `GridInterpolationKernel` without `grid_bounds` on another grid. Gradients flow to test
     inputs; those to hyperparameters are incomplete.

@@ -27,12 +27,12 @@ from gpy_iterative.training.snapshot import OwnLock
 from gpy_iterative.training.training_system import TrainingSystem
 
 SOLVER, SAMPLE, NOISE = range(3)
-#: Largest residual of the default solver, in standard deviations of the noise: per datum, and for conjugate gradients its
-#: norm, a bound on errors of means in posterior standard deviations.
+#: Largest residual in standard deviations of the noise: per datum, and for conjugate gradients its norm, which bounds
+#: errors of means in posterior standard deviations.
 NOISE_PART, NOISE_NORM = 0.01, 0.3
 #: Least relative residual, also in machine epsilons per datum, of which float32 reaches .04.
 SMALLEST_TOLERANCE, EPSILONS_PER_DATUM = {torch.float32: 1e-4, torch.float64: 1e-6}, 0.06
-#: Of a projection's rank, by new observations.
+#: Largest growth of a projection's rank, as a factor.
 MAX_GROWTH = 2
 
 
@@ -43,7 +43,7 @@ class PriorDraws:
     num_solved: int | None = None  # rows; None is all
 
     def for_system(self, system: TrainingSystem) -> "PriorDraws | None":
-        """In the system's dtype; None for another shape or device."""
+        """The draws in the system's dtype; None for another shape or device."""
         like = system.residual
         if (self.solutions.shape[:-1], self.solutions.device) != (system.operator.shape[:-1], like.device):
             return None
@@ -91,7 +91,6 @@ class TrainingSolves:
     """The linear solves for one set of hyperparameters and training data. Construction solves for the mean.
 
     Args:
-        recipe: for variances of more than `exact_below` data.
         seed: of all draws; the order of calls does not matter.
         initial_weights, draws: starts; ignored if they do not fit.
         known: solves for the first data at these hyperparameters, to extend; only a start if the new data change the prior
@@ -128,7 +127,6 @@ class TrainingSolves:
             guess, num_known = _fitting(initial_weights, system), None
         else:
             self.draws = None if known.draws is None else known.draws.extended(system, seed).for_system(system)
-            # Results in float32 are too rounded for a system in float64.
             if known.system.operator.dtype == system.operator.dtype and has_grown_from(known.system, system):
                 self._carry_over(known)
             guess = padded(known.start.unsqueeze(-1), system.residual.shape).squeeze(-1).to(system.residual)
@@ -183,7 +181,7 @@ class TrainingSolves:
             return known
 
     def _drawn(self, numbers: range, known: Draws | None) -> Draws:
-        """Each sample has its own seed; all have the frequencies of the first."""
+        """Each sample has its own seed; all share the known or the first one's frequencies."""
         terms, parts = self.system.terms(), []
         for number in numbers:
             others, generator = parts[0] if parts else known, stream_generator(self._seed, SAMPLE, number)

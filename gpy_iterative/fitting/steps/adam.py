@@ -61,8 +61,8 @@ class AdamSteps:
     def step(self) -> tuple[float, float, float]:
         """The value before the step, its standard error (0 if unknown), and the largest move.
 
-        The first step moves parameters inside their bounds. Parameters that leave a prior's support are moved back; a
-        step that leaves the support of a joint prior is halved. Errors restore parameters and optimiser.
+        The first step moves parameters inside their bounds. Parameters outside a prior's support are moved back; a step
+        that leaves the support of a joint prior is halved. Errors restore parameters and optimiser.
         """
         parameters = self._parameters()
         before = copied(parameters)
@@ -127,10 +127,9 @@ class AdamSteps:
                 parameter.copy_(raw + stretch * parameter)
 
     def _num_data(self) -> int:
-        """Rows of the first batch: an mll with partial data knows the total."""
         if self._batches is None:
             return len(self.mll.model.train_targets)
-        _, y = _pair(self._next_batch())
+        _, y = _pair(self._next_batch())  # an mll with partial data knows the total
         self._source, self._taken = iter(()), 0
         return len(y)
 
@@ -186,8 +185,8 @@ class AdamSteps:
 def _stretch(part: Coordinate) -> Tensor:
     """Factors for moves of a raw parameter: relative to values above 1, but short of the constraint's bounds.
 
-    The softplus of a large raw parameter moves by Adam's rate: nothing beside a lengthscale of 300. A move as long as the
-    distance from a bound would cross it, since the transform is not straight there.
+    Adam's rate is nothing beside a lengthscale of 300. A move as long as the distance from a bound would cross it,
+    since the transform is not straight there.
     """
     raw = part.parameter.detach().double()
     values, (low, high) = part.values(raw), part.limits(raw)

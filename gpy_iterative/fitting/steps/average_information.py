@@ -151,7 +151,6 @@ def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
 
 
 def rounding_error(evaluation: Evaluation) -> Tensor:
-    """Nats of error in the value from rounding H, []."""
     operator = evaluation.system.operator
     if not isinstance(operator, NoisyLinearOperator):
         return torch.zeros((), dtype=torch.float64, device=CPU)

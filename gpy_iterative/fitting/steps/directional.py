@@ -20,7 +20,7 @@ from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOpe
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 
-#: Of inputs that move by a scale, relative to the largest move.
+#: Tolerance for inputs that move by a scale, relative to the largest move.
 ROUNDING = 1e-4
 #: Of an operator's tensors; None for zero.
 Tangent = Sequence[Tensor | None]

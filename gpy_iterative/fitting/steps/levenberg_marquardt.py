@@ -195,7 +195,6 @@ class LevenbergMarquardt(ABC):
         return replace(found, left=left, samples=samples, noise=found.energy(samples))
 
     def _move(self, point: Point, found: Assessment, matrix: Tensor) -> Tensor:
-        """The damped, clipped and projected step."""
         free = ~found.held
         matrix = matrix + self._damping * torch.diag(found.curvature.matrix.diagonal())
         move = torch.zeros_like(point.position)
@@ -204,7 +203,6 @@ class LevenbergMarquardt(ABC):
         return (point.position + move).clamp(self.coordinates.lower, self.coordinates.upper) - point.position
 
     def _tried(self, position: Tensor) -> Point | None:
-        """None where a prior excludes the position or the evaluation fails."""
         self.coordinates.write(position)
         if not is_in_supports(self.mll.model):
             return None

@@ -1,7 +1,7 @@
 """Levenberg-Marquardt steps for exact values whose curvature is unknown.
 
-The curvature comes from differences of gradients at the first point, and follows the steps (BFGS; Nocedal and Wright 2006,
-"Numerical optimization", section 6.1). It says nothing of other directions, so central differences judge the end.
+Differences of gradients give it at the first point; then it follows the steps (BFGS; Nocedal and Wright 2006, "Numerical
+optimization", section 6.1). It says nothing of other directions, so central differences judge the end.
 """
 
 import math
@@ -87,7 +87,6 @@ class QuasiNewton(LevenbergMarquardt):
         return self._judged(point) if has_converged(found.left / SURE, found.noise) else found
 
     def _judged(self, point: Point) -> Assessment:
-        """By central differences."""
         curvature = self._measured(point, both_sides=True)
         self._matrix = curvature.matrix
         return self._assessed_by(curvature, point)
@@ -115,7 +114,6 @@ class QuasiNewton(LevenbergMarquardt):
         return found
 
     def _measured(self, point: Point, *, both_sides: bool) -> Curvature:
-        """The curvature by differences, with positive eigenvalues."""
         undo, report = self._undo_to_here(), self.mll.report
         epochs, rows = 0.0, []
         try:
@@ -131,7 +129,7 @@ class QuasiNewton(LevenbergMarquardt):
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
         positive = values.abs()
         if both_sides:
-            # Where the value grows ever faster, as far as a step may go counts.
+            # The end is no optimum where the value grows ever faster: its gain within the radius of a step counts.
             slopes = vectors.mT @ point.gradient
             gains = slopes.abs() * RADIUS + 0.5 * positive * RADIUS**2
             positive = torch.where(values < 0, slopes.square() / (2 * gains), positive)
@@ -163,7 +161,6 @@ class QuasiNewton(LevenbergMarquardt):
         return torch.zeros_like(point.gradient), epochs
 
     def _neighbours(self, position: Tensor, number: int) -> list[Tensor]:
-        """The positions [p] of a difference, one on each side inside the bounds."""
         coordinates, place = self.coordinates, position[number]
         scale = place.abs().clamp_min(1.0) if coordinates.has_units[number] else 1.0
         room = (coordinates.upper[number] - coordinates.lower[number]) / 3
