@@ -56,7 +56,7 @@ from gpy_iterative.worker_threads import divided
 
 logger = logging.getLogger(__name__)
 
-#: Probes of the log-determinant, which only the value uses.
+#: The gradient does not use them.
 NUM_LOGDET_PROBES = 4
 
 
@@ -114,7 +114,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         Raises:
             ValueError: wrong shapes, dtypes, devices; non-finite data; non-positive noise.
             RuntimeError: under `torch.autocast`; `function_dist` is no prior.
-            NonFiniteError: a non-finite hyperparameter or solve; from `.backward()` a non-finite gradient. Nothing changes.
+            NonFiniteError: a non-finite hyperparameter or solve, which changes nothing; from `.backward()` a non-finite
+                gradient, which changes no `.grad`.
             NotPositiveDefiniteError: H has no Cholesky factor.
         """
         evaluation = self.evaluate(function_dist, target, *params, **kwargs)
@@ -217,6 +218,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
 
 class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
+    """Base of the marginal log likelihoods with probes."""
+
     _described = ("probes", "warm_start")
 
     def __init__(
@@ -249,6 +252,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return other
 
     def continue_from(self, variant: Self) -> None:
+        """Takes a variant's report and, if it has as many probes, its run."""
         self.report, self._params = variant.report, variant._params
         if variant.probes == self.probes:
             self._run = variant._run

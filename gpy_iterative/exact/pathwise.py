@@ -17,7 +17,7 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.training.progress import Progress
 
-#: More lower the variance; m cost n (2m)^2.
+#: More frequencies lower the variance; m of them cost n (2m)^2.
 DEFAULT_NUM_FREQUENCIES = 200
 
 

@@ -51,6 +51,7 @@ class Probes:
 
     @classmethod
     def of(cls, covariance: LowRankPlusDiagonal, factor_base: Tensor, diagonal_base: Tensor) -> Self:
+        """Samples from white vectors [*b, k, s] and [*b, n, s]."""
         base = factor_base, diagonal_base
         return cls(covariance.sample(*base), covariance.dual_sample(*base), covariance)
 

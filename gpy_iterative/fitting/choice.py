@@ -76,7 +76,6 @@ def _missing_information(mll: Any, params: Sequence[Any]) -> str | None:
 
 
 def system_now(mll: GaussianMarginalLogLikelihood, params: Sequence[Any] = ()) -> TrainingSystem:
-    """Cost: the mean at all training inputs."""
     model: Any = mll.model
     check_has_data(model)
     to_training_mode(mll, model, mll.likelihood)

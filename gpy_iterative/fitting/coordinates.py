@@ -47,7 +47,6 @@ class Coordinate:
         return cls(_shown_name(name), parameter, constraint, _kind(constraint), support)
 
     def names(self) -> list[str]:
-        """One name per entry, "lengthscale[2]"; skips dimensions of length 1."""
         shape = [size for size in self.parameter.shape if size > 1]
         if not shape:
             return [self.name]

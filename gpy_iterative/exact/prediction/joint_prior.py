@@ -21,7 +21,6 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.training.training_system import prior_at, unexpanded
 
-#: Operators with the same parts in both blocks.
 _COMPOSITIONS = (
     BlockInterleavedLinearOperator,
     ConstantMulLinearOperator,

@@ -72,7 +72,6 @@ class PriorDraws:
 
 
 def prediction_solver(system: TrainingSystem) -> Solver:
-    """The default solver, with a smaller tolerance for small noise."""
     solver = default_solver(system.operator)
     if not isinstance(solver, IterativeSolver) or not isinstance(system.operator, NoisyLinearOperator):
         return solver
@@ -151,7 +150,6 @@ class TrainingSolves:
 
     @property
     def start(self) -> Tensor:
-        """Weights of the observed data [*b, m]."""
         return self._solution.squeeze(-1)
 
     @torch.inference_mode(False)  # later calls may need gradients

@@ -109,7 +109,10 @@ class Secant:
     is_poor: bool
 
     def seen_in(self, matrix: Tensor, *, is_near: bool) -> Tensor:
-        """The matrix [p, p] with the observed curvature along the step: a poor step may raise it, any near the end."""
+        """The matrix [p, p] with the curvature along the step, if that is in `SEEN_CURVATURE`.
+
+        Far from the end only a poor step may raise it.
+        """
         product = matrix @ self.move
         expected = self.move @ product
         part = float(self.move @ self.change / expected)

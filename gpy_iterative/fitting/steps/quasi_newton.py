@@ -1,7 +1,7 @@
 """Levenberg-Marquardt steps for exact values whose curvature is unknown.
 
 Differences of gradients give it at the first point; then it follows the steps (BFGS; Nocedal and Wright 2006, "Numerical
-optimization", section 6.1). It says nothing of other directions, so central differences judge the end.
+optimization", section 6.1). Directions that no step took are unknown to it, so central differences judge the end.
 """
 
 import math
