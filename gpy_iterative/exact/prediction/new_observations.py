@@ -139,7 +139,10 @@ def new_rows(operator: LinearOperator, size: int) -> Tensor:
 
 
 def has_grown_from(before: TrainingSystem, after: TrainingSystem) -> bool:
-    """Whether a system begins with an earlier one, by a few rows: a prior may depend on all inputs together."""
+    """Whether a system begins with an earlier one, by means, diagonals and a few rows.
+
+    A prior may depend on all inputs together.
+    """
     old, new = before.operator, after.operator
     size, dtype = old.shape[-1], old.dtype
     index = torch.linspace(0, size - 1, ROWS_COMPARED, device=old.device).long()
