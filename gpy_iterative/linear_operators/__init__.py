@@ -1,7 +1,7 @@
 """Kernel matrices that are never stored.
 
-Begin with `products.py` (options), `radial/operator.py` (stationary kernels in closed form) and `generic_kernel.py`
-(any kernel). `from_gpytorch.py` reads GPyTorch priors; `extensions.py` adds operations. It may import `errors`,
+Begin with `products.py` (options), `radial/operator.py` (kernels in closed form) and `generic_kernel.py` (any kernel).
+`from_gpytorch.py` reads GPyTorch priors; `extensions.py` adds operations. It may import `errors`,
 `checks`, `changes` and `worker_threads`.
 """
 

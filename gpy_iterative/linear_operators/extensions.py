@@ -1,6 +1,6 @@
 """Operations that `LinearOperator` lacks.
 
-An operator's own method of the same name comes first. Sums and multiples ask their parts; others are sliced or rebuilt.
+Each function calls the operator's own method of the same name, if there is one.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-#: Most entries held at a time for blocks of an interpolated matrix.
+#: Most entries held for blocks of an interpolated matrix.
 MAX_NUMBERS = 2**25
 
 Rows = slice | Tensor
@@ -31,7 +31,7 @@ Operation = ParamSpec("Operation")
 
 
 def _by_parts(operation: Callable[Operation, Tensor]) -> Callable[Operation, Tensor]:
-    """Asks the operator's own method of this name first, then the parts of a sum or multiple, then the function."""
+    """Calls the operator's own method of this name, or adds the parts of a sum or multiple, or calls the function."""
 
     @wraps(operation)
     def asked(operator: Any, *given: Any, **named: Any) -> Tensor:
@@ -48,13 +48,9 @@ def _by_parts(operation: Callable[Operation, Tensor]) -> Callable[Operation, Ten
 
 @_by_parts
 def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
-    """operator[rows, :] @ rhs: rhs [n, s] gives [len(rows), s].
-
-    Raises:
-        ValueError: rhs has another number of rows.
-    """
+    """operator[rows, :] @ rhs: rhs [n, s] gives [len(rows), s]."""
     if isinstance(operator, KroneckerProductLinearOperator):
-        # Its slices would add sparse matrices to the same product.
+        # A slice computes the same product, and multiplies it by sparse matrices.
         return operator._matmul(rhs)[rows]
     if isinstance(operator, BlockInterleavedLinearOperator):
         base = operator.base_linear_op
@@ -68,11 +64,7 @@ def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
 
 @_by_parts
 def columns_matmul(operator: LinearOperator, columns: slice, rhs: Tensor) -> Tensor:
-    """operator[:, columns] @ rhs: rhs [len(columns), s] gives [n, s].
-
-    Raises:
-        ValueError: rhs has another number of rows.
-    """
+    """operator[:, columns] @ rhs: rhs [len(columns), s] gives [n, s]."""
     return operator[:, columns] @ rhs
 
 
@@ -88,7 +80,7 @@ def principal_blocks(operator: LinearOperator, rows: Tensor) -> Tensor:
     if isinstance(operator, InterpolatedLinearOperator):
         return _interpolated_blocks(operator, rows)
     if isinstance(operator, RootLinearOperator):
-        # Pair by pair, both rows of the root would be picked for every entry.
+        # `_get_indices` would pick two rows of the root for every entry.
         root = dense_rows(operator.root, rows.flatten()).unflatten(0, rows.shape)
         return root @ root.mT
     shape = (*rows.shape, rows.shape[-1])
@@ -97,8 +89,7 @@ def principal_blocks(operator: LinearOperator, rows: Tensor) -> Tensor:
 
 
 def _interpolated_blocks(operator: InterpolatedLinearOperator, rows: Tensor) -> Tensor:
-    # Each datum's column is computed once; pair by pair, the grid would be evaluated for every pair of interpolation
-    # points.
+    # `_get_indices` would evaluate the grid for every pair of interpolation points.
     grid, count = operator.base_linear_op, operator.left_interp_indices.shape[-1]
     data, position = rows.unique(return_inverse=True)
     if len(rows) > 1 and max(grid.shape[-1] * len(data), rows.numel() * rows.shape[-1] * count) > MAX_NUMBERS:
@@ -112,10 +103,7 @@ def _interpolated_blocks(operator: InterpolatedLinearOperator, rows: Tensor) -> 
 
 
 def kernel_inputs(operator: LinearOperator) -> Tensor | None:
-    """The kernel's inputs over its lengthscales, [n, d] by row: near points are strongly correlated. None without kernels.
-
-    For a sum of kernels, all inputs are concatenated.
-    """
+    """The kernel's inputs over its lengthscales, [n, d]; those of a sum are concatenated."""
     if hasattr(operator, "kernel_inputs"):
         return operator.kernel_inputs()
     terms = [term.kernel_inputs() for term in sum_terms(operator) if hasattr(term, "kernel_inputs")]
@@ -124,22 +112,14 @@ def kernel_inputs(operator: LinearOperator) -> Tensor | None:
 
 
 def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
-    """operator[..., rows, :] as a dense [*b, len(rows), n], for pivoted Cholesky factors."""
+    """operator[..., rows, :] as a dense [*b, len(rows), n]."""
     return operator.dense_rows(rows) if hasattr(operator, "dense_rows") else to_dense(operator[..., rows, :])
 
 
 def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
-    """Derivatives of `(weights * operator).sum()` with respect to `operator.representation()`.
+    """Derivatives of `(weights * operator).sum()` by `operator.representation()`, for constant weights [*b, n, m].
 
-    `LinearOperator._bilinear_derivative` costs n^3 for dense weights.
-
-    Args:
-        operator: [*b, n, m].
-        weights: [*b, n, m], constant.
-
-    Returns:
-        One tensor or None for each representation tensor. Cost: one evaluation of the matrix, or n^2 m multiply-adds
-        for operators with bilinear derivatives only.
+    Cost: one evaluation of the matrix, or n m^2 multiply-adds for operators that have only `_bilinear_derivative`.
     """
     if hasattr(operator, "matrix_derivative"):
         return operator.matrix_derivative(weights)
@@ -159,7 +139,7 @@ def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
 
 
 def whole_points(index: Any, repeats: int, size: int) -> Any:
-    """The points of a row index, where each has `repeats` of the `size` rows; None where the index cuts through one."""
+    """The points of a row index, if each point has `repeats` of the `size` rows; None if the index divides a point."""
     if repeats == 1:
         return index
     if not isinstance(index, slice):
@@ -182,7 +162,6 @@ def sum_terms(operator: LinearOperator) -> Iterator[LinearOperator]:
 
 
 def all_parts(operator: LinearOperator) -> Iterator[LinearOperator]:
-    """The operator and all operators inside it."""
     yield operator
     for part in (*operator._args, *operator._kwargs.values()):
         if isinstance(part, LinearOperator):
@@ -190,7 +169,7 @@ def all_parts(operator: LinearOperator) -> Iterator[LinearOperator]:
 
 
 def far_field_error(operator: LinearOperator) -> float | None:
-    """The largest measured error of far fields, relative to the entries' standard deviations; None without far fields."""
+    """The largest measured error of far fields over the entries' standard deviation; None without far field."""
     found = [part.far_field_error() for part in all_parts(operator) if hasattr(part, "far_field_error")]
     return max((error for error in found if error is not None), default=None)
 
@@ -217,14 +196,14 @@ def native_precision(operator: LinearOperator) -> LinearOperator:
 
 
 def without_automatic_far_field(operator: LinearOperator) -> LinearOperator:
-    """The operator with tiles where `far_field="auto"` might take a far field; it shares tensors and gradients."""
+    """The operator with tiles where far fields are "auto"."""
     return _converted(operator, "without_automatic_far_field", lambda tensor: tensor)
 
 
 def in_float64(operator: LinearOperator, *, keeps_tiles: bool = True) -> LinearOperator:
-    """The operator in float64, with the graph to the same tensors and its own tile cache.
+    """The differentiable operator in float64, with a new tile cache.
 
-    Where a kernel's code does not allow float64, its entries are converted.
+    Entries of a kernel whose code does not allow float64 are converted.
     """
     return _converted(operator, "in_float64", torch.Tensor.double, torch.float64, keeps_tiles=keeps_tiles)
 
@@ -236,7 +215,7 @@ def _has_low_precision(operator: LinearOperator) -> bool:
 def _converted(
     part: Any, method: str, convert: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, **options: Any
 ) -> Any:
-    """Converts all parts of an operator, by their own `method` if any; `dtype` is for operators without tensors."""
+    """Converts all parts of an operator, by their own `method` if any; `dtype` replaces arguments that are dtypes."""
     if hasattr(part, method):
         return getattr(part, method)(**options)
     if isinstance(part, LinearOperator):
@@ -247,6 +226,5 @@ def _converted(
 
 
 def rebuilt(operator: LinearOperator, convert: Callable[[Any], Any], **changes: Any) -> LinearOperator:
-    """The operator with all arguments converted, and some replaced."""
     options = {name: convert(part) for name, part in operator._kwargs.items()}
     return type(operator)(*map(convert, operator._args), **options | changes)

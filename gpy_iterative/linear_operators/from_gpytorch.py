@@ -1,6 +1,6 @@
 """GPyTorch priors and likelihoods as operators of this package.
 
-Kernels are not evaluated to n x n matrices; matrices that the model has built (dense, Kronecker, Toeplitz) are kept.
+Matrices that the model has built (dense, Kronecker, Toeplitz) are kept.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUA
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
-#: Kernels with cheap operators and fast products of their own.
+#: Kernels whose own operators have fast products.
 _STRUCTURED = (
     kernels.LinearKernel,
     kernels.RFFKernel,
@@ -59,8 +59,8 @@ def kernel_operator(
         caches: where tiles are kept; None starts empty ones.
 
     Raises:
-        ValueError: inputs and parameters differ in dtype, or their dtype or device does not allow the precision.
-        RuntimeError: under GPyTorch's checkpoint_kernel setting, which changes its lazy tensors.
+        ValueError: inputs do not fit the kernel or the precision.
+        RuntimeError: GPyTorch's setting checkpoint_kernel is on.
     """
     if gpytorch.beta_features.checkpoint_kernel.value() > 0:
         raise RuntimeError(
@@ -99,14 +99,13 @@ def _read(covariance: LinearOperator | Tensor, place: _Place) -> LinearOperator:
     covariance = to_linear_operator(covariance)
     if not any(isinstance(part, LazyEvaluatedKernelTensor) for part in all_parts(covariance)):
         return covariance
-    # Other compositions of unevaluated kernels: batches, masks.
     read = lambda name, part: _read(part, place.at(str(name))) if isinstance(part, LinearOperator) else part
     parts = [read(number, part) for number, part in enumerate(covariance._args)]
     return type(covariance)(*parts, **{name: read(name, part) for name, part in covariance._kwargs.items()})
 
 
 def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
-    """Whether k(x1, x2) is the symmetric k(x1, x1): by value, or by identity where an input has a gradient."""
+    """Whether inputs are equal in value; if one has a gradient, whether they are one tensor."""
     if x1 is x2:
         return True
     has_gradient = torch.is_grad_enabled() and (x1.requires_grad or x2.requires_grad)
@@ -114,7 +113,6 @@ def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
 
 
 def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
-    """Raises ValueError for the first parameter with another dtype than the inputs; integer inputs pass."""
     for name, parameter in kernel.named_parameters():
         if inputs.is_floating_point() and parameter.dtype != inputs.dtype:
             raise ValueError(
@@ -124,7 +122,6 @@ def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
 
 
 def _check_lengthscales(kernel: kernels.Kernel, inputs: Tensor) -> None:
-    """Raises ValueError if the number of lengthscales is neither 1 nor that of the input's columns."""
     if kernel.ard_num_dims not in (None, 1, inputs.shape[-1]):
         raise ValueError(
             f"The {type(kernel).__name__} has ard_num_dims={kernel.ard_num_dims}, but its inputs have shape "
@@ -135,7 +132,7 @@ def _check_lengthscales(kernel: kernels.Kernel, inputs: Tensor) -> None:
 def operator_of_kernel(
     kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts
 ) -> LinearOperator:
-    """The operator k(x1, x2), with inputs reduced to the kernel's active dims; x2 None is x1."""
+    """The operator k(x1, x2) of inputs with the kernel's active dims only; x2 None is x1."""
     return _of_kernel(kernel, x1, x2, _Place(products, TileCaches()))
 
 
@@ -149,10 +146,10 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
     function = _radial_function(kernel)
     if function is not None:
         _check_lengthscales(kernel, x1)
-        # Integers are centred in float64: float32 would first round time stamps in seconds to minutes.
+        # Integers are centred in float64: float32 would round time stamps in seconds to minutes.
         dtype = value_dtype(kernel, x1)
         x1, x2 = (x if x is None or x.is_floating_point() else x.double() for x in (x1, x2))
-        # Learned inputs (a feature extractor's) need derivatives by point; a far field has only sums.
+        # Learned inputs need derivatives by single points; those of a far field are accurate in sums only.
         products = replace(place.products, far_field=None) if x1.requires_grad else place.products
         # By the first columns: predictions and systems with new data then round the training data as training did.
         centre = _centre(x1 if x2 is None else x2)
@@ -161,10 +158,10 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
         options = {"function": function, "products": products, "cache": place.caches.take(place.path)}
         return RadialKernelLinearOperator(x1, x1.new_ones(()), x2=x2, alpha=alpha, **options)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
-        # Its forward ignores the data kernel's active dims, as model(x) does.
+        # As in its forward, the data kernel's active dims are ignored.
         data = _of_kernel(kernel.data_covar_module, x1, x2, place.at("data_covar_module"))
         tasks = to_linear_operator(kernel.task_covar_module.covar_matrix)
-        if tasks.shape[-1] == 1:  # linear_operator's product with one task views the data's, which is not contiguous
+        if tasks.shape[-1] == 1:  # linear_operator would call view() on a product that is not contiguous
             return _times(data, tasks.to_dense()[..., 0, 0])
         return KroneckerProductLinearOperator(data, tasks)
     if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
@@ -205,17 +202,16 @@ def _check_within_grid(kernel: kernels.GridInterpolationKernel, inputs: Tensor) 
 
 
 def value_dtype(kernel: kernels.Kernel, x: Tensor) -> torch.dtype:
-    """The dtype of the kernel at inputs x, which may be integers."""
     return x.dtype if x.is_floating_point() else kernel.dtype
 
 
 def active_inputs(kernel: kernels.Kernel, x: Tensor) -> Tensor:
-    """The columns of x [*b, n, D] that the kernel sees, [*b, n, d]."""
+    """The kernel's active columns [*b, n, d] of x [*b, n, D]."""
     return x if kernel.active_dims is None else x.index_select(-1, kernel.active_dims)
 
 
 def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> bool:
-    """Whether a kernel computes exactly what this base class does."""
+    """Whether a kernel overrides no computation of this base class."""
     names = ("forward", "__call__", "covar_dist", "lengthscale")
     return all(getattr(type(kernel), name) is getattr(base, name) for name in names) and "forward" not in vars(kernel)
 
@@ -229,7 +225,6 @@ def _radial_function(kernel: kernels.Kernel) -> RadialFunction | None:
         base, function = kernels.RQKernel, RATIONAL_QUADRATIC
     else:
         return None
-    # GPyTorch's KeOps kernels compute the same functions.
     is_keops = type(kernel) in (kernels.keops.RBFKernel, kernels.keops.MaternKernel)
     return function if is_keops or computes_the_same(kernel, base) else None
 
@@ -248,7 +243,7 @@ def _times(operator: LinearOperator, constant: Tensor) -> LinearOperator:
     if isinstance(operator, SumLinearOperator):
         return SumLinearOperator(*(_times(part, constant) for part in operator.linear_ops))
     if isinstance(operator, RootLinearOperator):
-        # linear_operator would round a multiple of the root; K(x, X) has none and would round otherwise.
+        # linear_operator would scale the root, which rounds otherwise than K(x, X), a matrix without root.
         return ConstantMulLinearOperator(operator, constant)
     return operator * constant.unsqueeze(-1).unsqueeze(-1)
 
@@ -262,7 +257,6 @@ def added_diagonal(covariance: AddedDiagLinearOperator) -> Tensor:
 
 
 def noise_depends_on_inputs(likelihood: Any) -> bool:
-    """Whether the likelihood must be called with the inputs."""
     noise_model = getattr(likelihood, "noise_covar", None)
     return isinstance(noise_model, HeteroskedasticNoise | MultitaskHomoskedasticNoise)
 
@@ -270,10 +264,10 @@ def noise_depends_on_inputs(likelihood: Any) -> bool:
 def noise_operator(
     likelihood: Likelihood, function_dist: MultivariateNormal, *params: Any, **kwargs: Any
 ) -> LinearOperator:
-    """The likelihood's noise covariance [*b, n, n], without evaluating the prior.
+    """The likelihood's noise covariance [*b, n, n].
 
     Raises:
-        ValueError: inputs that the noise needs are missing, or fixed noise has another size than the data.
+        ValueError: inputs that the noise needs are missing, or noise does not fit the data.
     """
     num_data = function_dist.loc.shape[-1]
     noise_model = getattr(likelihood, "noise_covar", None)
@@ -298,7 +292,7 @@ def noise_operator(
         with GPYTORCH_SETTINGS:  # predicted noise changes settings
             noise = likelihood._shaped_noise_covar(function_dist.mean.shape, *params, **kwargs)
     if isinstance(noise_model, FixedGaussianNoise) and not is_given and noise_model.noise.shape[-1] != num_data:
-        # GPyTorch would ignore such noise.
+        # GPyTorch would ignore it.
         raise ValueError(
             f"The likelihood has {noise_model.noise.shape[-1]} fixed noise variances, which does not fit the model's "
             f"output of shape {tuple(function_dist.mean.shape)}: it needs one noise variance for every datum. For other "
@@ -321,21 +315,20 @@ def noisy_operator(
     observed: Tensor | None = None,
     **kwargs: Any,
 ) -> LinearOperator:
-    """H: covariance of the observations, prior plus noise.
+    """H, the covariance of the observations: prior plus noise.
 
     Args:
         likelihood: Gaussian.
         function_dist: the prior at the training inputs, [*b, n] or [*b, n, T].
         params, kwargs: the likelihood's arguments.
-        products: how kernel products are computed.
-        caches: where tiles are kept.
-        observed: [n] or [n * T], observed data; None is all.
+        products, caches: as in `kernel_operator`.
+        observed: [n] or [n * T] bool; None keeps all data.
 
     Returns:
         A NoisyLinearOperator for diagonal noise, otherwise a sum.
 
     Raises:
-        ValueError: noise is not positive, not finite, or of another size than the data.
+        ValueError: noise is not positive, not finite, or does not fit the data.
     """
     noise = noise_operator(likelihood, function_dist, *params, **kwargs)
     covariance = function_dist.lazy_covariance_matrix
@@ -349,13 +342,12 @@ def noisy_operator(
     )
     if observed is not None:
         variances = variances[..., observed]
-    if isinstance(kernel, NoisyLinearOperator):  # jitter from the model's forward
+    if isinstance(kernel, NoisyLinearOperator):
         kernel, variances = kernel.kernel, variances + kernel.noise
     return NoisyLinearOperator(kernel, variances)
 
 
 def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> LinearOperator:
-    """Rows and columns of observed data, selected in kernels' inputs or cut out."""
     if isinstance(covariance, LazyEvaluatedKernelTensor) and covariance.shape[-1] == covariance.x1.shape[-2]:
         index = observed.nonzero().squeeze(-1)
         return covariance[..., index, :][..., :, index]
@@ -370,7 +362,6 @@ def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> 
 
 
 def check_noise(noise: Tensor) -> None:
-    """Raises ValueError for the first variance that is not finite and positive."""
     bad = ~(torch.isfinite(noise) & (noise > 0))
     if bad.any():
         index = tuple(bad.nonzero()[0].tolist())
@@ -381,7 +372,7 @@ def check_noise(noise: Tensor) -> None:
 
 
 def flat_targets(function_dist: MultivariateNormal, target: Tensor) -> Tensor:
-    """Targets [*b, n] or [*b, n, T] in the order of `function_dist.loc`: [*b, n] or [*b, n * T]."""
+    """Targets in the order of `function_dist.loc`, [*b, n] or [*b, n * T]."""
     if not isinstance(function_dist, MultitaskMultivariateNormal):
         return target
     if not function_dist._interleaved:
@@ -390,13 +381,9 @@ def flat_targets(function_dist: MultivariateNormal, target: Tensor) -> Tensor:
 
 
 def observed_data(function_dist: MultivariateNormal, target: Tensor) -> Tensor | None:
-    """Observed data, [n] bool in the order of `function_dist.loc`; None for all.
+    """Observed data under GPyTorch's `observation_nan_policy`, [n] bool in the order of `function_dist.loc`; None for all.
 
-    NaN targets are missing under GPyTorch's `observation_nan_policy`: NaN in any batch member under "mask", in all under
-    "fill".
-
-    Raises:
-        ValueError: under "fill", targets are NaN in some members only.
+    Under "mask", NaN in any batch member is missing. Under "fill", NaN in some members only raises ValueError.
     """
     policy = gpytorch.settings.observation_nan_policy.value()
     if policy == "ignore" or not target.numel():

@@ -1,7 +1,4 @@
-"""Any GPyTorch kernel as a matrix that is never stored: tiles from its own code, derivatives by autograd.
-
-The kernel is called as a function of explicit inputs and parameters, so the user's kernel never changes.
-"""
+"""Any GPyTorch kernel as a matrix that is never stored: tiles from its own code, derivatives by autograd."""
 
 import weakref
 from collections.abc import Sequence
@@ -20,33 +17,32 @@ from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import Tiles, blocks
 
-#: Points of a block whose diagonal is wanted; most entries evaluated per wanted entry.
+#: Points of a block whose diagonal is wanted; most entries evaluated for a wanted one.
 DIAGONAL_BLOCK = 256
-#: Tolerances of one call for many blocks.
 SAME_ENTRIES = {"rtol": 1e-3, "atol": 1e-6}
 
 
 class GenericKernelLinearOperator(TiledLinearOperator):
-    """k(x1, x2) for any kernel.
+    """k(x1, x2) for any kernel, called as a function of inputs and parameters.
 
     Args:
         x1: inputs [*b, n, d], reduced to the kernel's active dims.
-        tensors: the kernel's parameters by `names`, then one for each of `leaves`; all get gradients.
+        tensors: the kernel's parameters by `names`, then those of `leaves`; all get gradients.
         x2: inputs [*b, m, d]; None makes the operator symmetric.
-        kernel: called as a function; its own parameters are not used.
+        kernel: its own parameters are not used.
         names: of `kernel.named_parameters()`.
         products: how products are computed.
-        cache: shared by all rebuilds; None starts an empty one.
+        cache: where tiles are kept.
         members: steps that change the kernel's batch: an index picks members, a torch.Size expands it.
         leaves: other tensors that the kernel uses.
-        dtype: of the matrix; buffers then get the inputs' dtype. None is the inputs' dtype, with buffers unchanged.
+        dtype: of the matrix; buffers then get the inputs' dtype. None is that of inputs or parameters.
 
-    The kernel is called with its inputs' batch dimensions only: many users' kernels support no others. A product costs
-    one evaluation, or n m s multiply-adds of kept tiles; the derivative costs one evaluation with autograd. Memory is a
-    few tiles and the tile cache. A batch member costs as much as the whole batch.
+    The kernel is called without additional batch dimensions, which many kernels do not support; a batch member costs as
+    much as the whole batch. A product costs one evaluation, or n m s multiply-adds of kept tiles; the derivative costs
+    one evaluation with autograd.
 
     Raises:
-        ValueError: the backend is "keops", which needs a radial kernel; later, forward returns a wrong shape.
+        ValueError: the backend is "keops"; when tiles are evaluated, the kernel returns a wrong shape.
     """
 
     def __init__(
@@ -95,8 +91,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     ) -> "GenericKernelLinearOperator":
         """The operator of a kernel's own parameters.
 
-        It copies the modules, in their present mode, and the tensors: GPyTorch sets parameters through `.data`, which keeps
-        their version, so old tiles would be reused.
+        Parameters are copied: GPyTorch sets them through `.data`, which does not change the version by which caches notice
+        changes.
 
         Raises:
             ValueError: the kernel contains a GridInterpolationKernel whose grid follows its inputs.
@@ -116,7 +112,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return cls(*operator._args, *leaves, **operator._kwargs | {"leaves": leaves})
 
     def _other_leaves(self) -> tuple[Tensor, ...]:
-        """Other leaves in the graph of a 2 x 2 block, such as tensors in a closure."""
+        """Leaves beside inputs and parameters, such as tensors in a closure."""
         rows, columns = (x.detach()[..., :2, :] for x in (self.x1, self.columns))
         if not torch.is_grad_enabled() or not (rows.numel() and columns.numel()):
             return ()
@@ -127,13 +123,12 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The inputs' dtype by default, or the parameters' for integer inputs."""
         return self._dtype
 
     def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
-        """The dense k(x1, x2) [*b, n, m], differentiable in inputs and parameters."""
+        """k(x1, x2) [*b, n, m], differentiable."""
         parameters = self.parameters if parameters is None else parameters
-        # A kernel's own tensors may turn float32 into float64.
+        # A kernel's own float64 tensors turn float32 into float64.
         values = self._function(self._named(parameters), x1, x2).to(self.dtype)
         if values.shape[-2:] != (x1.shape[-2] * self._outputs, x2.shape[-2] * self._outputs):
             raise ValueError(
@@ -154,7 +149,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return dict(zip(self.names, parameters, strict=True)) | self._buffers
 
     def low_precision_copy(self) -> LinearOperator:
-        """The matrix in float32, tested on one pair of inputs."""
+        """See `extensions.low_precision_copy`; tested on one pair of inputs."""
         copy = _with_dtype(super().low_precision_copy(), torch.float32)
         error = copy._error()
         if error is None:
@@ -166,8 +161,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         ) from error
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
-        """The matrix in float64, evaluated so if that works on one pair of inputs."""
-        self._error()  # a kernel draws on its first call what the copy must share (RFFKernel)
+        """See `extensions.in_float64`; tested on one pair of inputs."""
+        self._error()  # RFFKernel draws frequencies at its first call, which the copy must share
         copy = _with_dtype(super().in_float64(keeps_tiles=keeps_tiles), torch.float64)
         if copy._error() is None:
             return copy
@@ -190,7 +185,6 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return torch.Size((*batch, self.x1.shape[-2] * outputs, columns.shape[-2] * outputs))
 
     def _rebuild(self, x1: Tensor, x2: Tensor | None, *steps: tuple[Any, ...]) -> LinearOperator:
-        """The kernel on other inputs, with its own cache, and further steps of `members`."""
         changes = {"x2": x2, "cache": None, "members": (*self.members, *steps)}
         return type(self)(x1, *self._tensors, **self._kwargs | changes)
 
@@ -241,7 +235,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             block = self.evaluate(x1, x2, parameters)
             if not block.requires_grad:
                 return
-            # All tiles share the graph of a leaf before the kernel.
+            # All tiles share the graph between `leaves` and the kernel.
             leaves, is_kept = [leaf for _, leaf in targets], bool(self._leaves)
             found = torch.autograd.grad((block * weights).sum(), leaves, allow_unused=True, retain_graph=is_kept)
         for (gradient, _), part in zip(targets, found, strict=True):
@@ -275,7 +269,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     @torch.no_grad()
     def principal_blocks(self, rows: Tensor) -> Tensor:
-        """See `extensions.principal_blocks`; one kernel call if a test on two sets shows that it supports batches."""
+        """See `extensions.principal_blocks`; one call for all, if it equals two calls for the first two."""
         if self._outputs > 1 or self.members:
             size = rows.shape[-1]
             parts = [self._entries(block.repeat_interleave(size), block.repeat(size)) for block in rows]
@@ -296,7 +290,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return values if values.shape == (*points.shape[:-1], points.shape[-2]) else None
 
     def kernel_inputs(self) -> Tensor:
-        """The inputs over each dimension's shortest lengthscale; see `extensions.kernel_inputs`."""
+        """See `extensions.kernel_inputs`; each dimension is divided by its shortest lengthscale."""
         inputs = self.x1.detach() / shortest_lengthscales(self.kernel, self.x1.detach())
         inputs = inputs.repeat_interleave(self._outputs, dim=-2)
         if not self.members:
@@ -320,7 +314,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self._entries(rows, columns, *batch).reshape(row_index.shape)
 
     def _entries(self, rows: Tensor, columns: Tensor, *batch: Tensor) -> Tensor:
-        """Entries [p] from the block of their points, in halves where it is much larger."""
+        """Entries [p] from the block of their points; in halves if it has many others."""
         outputs = self._outputs
         row_points, i = (rows // outputs).unique(return_inverse=True)
         column_points, j = (columns // outputs).unique(return_inverse=True)
@@ -340,7 +334,6 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self._rebuild(self.x1, self.x2, (*[slice(None)] * dim, None))
 
     def to_dense(self) -> Tensor:
-        """The matrix [*b, n, m]; O(n m) memory, differentiable."""
         return self.evaluate(self.x1, self.columns)
 
 
@@ -349,10 +342,10 @@ def _with_dtype(operator: LinearOperator, dtype: torch.dtype, **changes: Any) ->
 
 
 class KernelTiles(Tiles):
-    """k(x1_i, x2_j) in tiles; each input has `outputs` rows of the matrix."""
+    """k(x1_i, x2_j) in tiles; each input has `outputs` rows."""
 
     def __init__(self, operator: GenericKernelLinearOperator, outputs: int) -> None:
-        # A weak reference: a cycle would keep memory until garbage collection.
+        # A cycle of references would keep memory.
         self._operator, self._outputs = weakref.proxy(operator), outputs
         length = max(operator.products.tile_rows(operator.x1.device) // outputs, 1)
         self.input_rows = blocks(operator.x1.shape[-2], length)
@@ -370,7 +363,7 @@ class KernelTiles(Tiles):
     @torch.no_grad()
     def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
         x1 = self._operator.x1[..., self.input_rows[i], :]
-        # The same object on the diagonal: kernels then keep distances of exactly zero.
+        # Kernels set the diagonal of distances to zero for the same object.
         x2 = x1 if self.symmetric and i == j else self._operator.columns[..., self.input_columns[j], :]
         return out.copy_(self._operator.evaluate(x1, x2))
 

@@ -1,7 +1,7 @@
 """A kernel as a function of its tensors, for several threads.
 
-An eager copy of the modules, which shares all tensors, is called: other threads would see the parameters of
-`functional_call` and GPyTorch's setting for eager evaluation.
+Copies of the modules are called: other threads would see the parameters of `functional_call` and GPyTorch's setting for
+eager evaluation.
 """
 
 import threading
@@ -24,7 +24,7 @@ from torch.func import functional_call
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances, needs_differences
 
-#: Held while a process-wide setting is changed: overlapping changes would not restore it.
+#: Held while a process-wide setting is changed.
 GPYTORCH_SETTINGS = threading.RLock()
 
 
@@ -40,7 +40,7 @@ class _Eager(Kernel):
         square_dist: bool = False,
         **params: Any,
     ) -> Tensor:
-        """GPyTorch's, but exact where rounding would dominate: few dimensions, or inputs of wide range."""
+        """Exact where rounding would dominate: few dimensions, or inputs of wide range."""
         if diag or not needs_differences(x1, x2):
             return super().covar_dist(x1, x2, diag, last_dim_is_batch, square_dist, **params)
         if last_dim_is_batch:
@@ -59,7 +59,7 @@ class _Eager(Kernel):
 
 
 class _EagerSum(AdditiveKernel):
-    """A sum without linear_operator's update by a low-rank term, which factorises the terms before it."""
+    """A sum without linear_operator's low-rank update, which factorises the terms before it."""
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> LinearOperator | Tensor:
         if diag:
@@ -75,7 +75,7 @@ def _eager(kind: type[Kernel]) -> type[Kernel]:
 
 
 def eager_copy(kernel: Kernel, own: tuple[str, ...] = ()) -> Kernel:
-    """A copy that is evaluated when called; `own` as in `ModuleCopies`."""
+    """`own` as in `ModuleCopies`."""
     kind = lambda kind: _eager(kind) if issubclass(kind, Kernel) else kind
     copied = ModuleCopies(own=own, kind=kind).of(kernel)
     clear_caches(copied)
@@ -90,29 +90,26 @@ def clear_caches(module: torch.nn.Module) -> None:
 
 
 def evaluated(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> LinearOperator:
-    """The kernel's `forward`, fully evaluated, on inputs whose active dims are selected."""
+    """The kernel's `forward`, evaluated, on inputs with active dims only."""
     # The kernel's own __call__ would select active dims again.
     with _settings(kernel):
         return to_linear_operator(gpytorch.Module.__call__(eager_copy(kernel), x1, x2, **options))
 
 
 def kernel_matrix(kernel: Kernel, x1: Tensor, x2: Tensor) -> Tensor:
-    """The dense k(x1, x2) of whole inputs, differentiable."""
+    """The dense k(x1, x2) of inputs with all columns."""
     with _settings(kernel):
         return to_dense(eager_copy(kernel)(x1, x2))
 
 
 def kernel_diagonal(kernel: Kernel, x: Tensor) -> Tensor:
-    """The diagonal of k(x, x), differentiable."""
     with _settings(kernel):
         return eager_copy(kernel)(x, diag=True)
 
 
 @contextmanager
 def _settings(kernel: Kernel) -> Iterator[None]:
-    """One thread at a time for KeOps kernels, which must not compile for dense blocks, and cylindrical ones, which change
-    settings.
-    """
+    """Locks settings for KeOps kernels, which must not compile for dense blocks, and for kernels that change them."""
     if any(isinstance(part, (KeOpsKernel, CylindricalKernel)) for part in kernel.modules()):
         with GPYTORCH_SETTINGS, gpytorch.settings.use_keops(False):
             yield
@@ -140,7 +137,7 @@ class KernelFunction:
     def __init__(self, kernel: Kernel, own_buffers: bool) -> None:
         self._kernel, self._own_buffers = kernel, own_buffers
         self._copies = threading.local()
-        # Other threads wait for the first call: random draws in it happen once.
+        # Other threads wait for the first call, which may draw random numbers.
         self._first_call, self._was_called = threading.RLock(), False
 
     def __call__(self, tensors: dict[str, Tensor], x1: Tensor, x2: Tensor, *, diag: bool = False) -> Tensor:
@@ -173,7 +170,7 @@ def shortest_lengthscales(kernel: Kernel, inputs: Tensor) -> Tensor:
 
 
 def leaves_of(tensor: Tensor) -> list[Tensor]:
-    """A tensor's leaves that require a gradient, in a fixed order."""
+    """A tensor's leaves that require a gradient."""
     nodes, seen, leaves = [tensor.grad_fn], set(), []
     while nodes:
         node = nodes.pop()

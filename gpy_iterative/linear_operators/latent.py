@@ -20,10 +20,8 @@ class RepeatedKernelLinearOperator(LinearOperator):
     """Covariance of C independent functions with one kernel, ordered point by point.
 
     Args:
-        kernel: K [n, m].
-        repeats: C; the operator is [n C, m C].
-
-    A product is one of K with C times as many columns.
+        kernel: K [n, m]; a product is one of K with C times as many columns.
+        repeats: C.
     """
 
     def __init__(self, kernel: LinearOperator, *, repeats: int) -> None:
@@ -77,7 +75,7 @@ class RepeatedKernelLinearOperator(LinearOperator):
 
 @dataclass(frozen=True)
 class LatentPrior:
-    """f ~ N(m, K) of C = `num_latents` functions at n = `num_points` points.
+    """f ~ N(m, K) of C functions at n points.
 
     Attributes:
         operator: K [n C, n C], ordered point by point.
@@ -101,7 +99,7 @@ class LatentPrior:
 
     @torch.no_grad()
     def matmul(self, columns: Tensor) -> Tensor:
-        """K x in float64 for x [n C, b] in float64, computed in the kernel's dtype.
+        """K x [n C, b] in float64, computed in the kernel's dtype.
 
         Raises NonFiniteError for a product that is not finite.
         """
@@ -137,8 +135,7 @@ def latent_prior(
 
     Args:
         function_dist: MultivariateNormal [n] or [C, n] (with one kernel or C), or MultitaskMultivariateNormal [n, C].
-        products: how kernel products are computed.
-        caches: where tiles are kept.
+        products, caches: as in `kernel_operator`.
         observed: [n] bool, points to keep; None keeps all.
 
     Raises:
@@ -160,14 +157,11 @@ def latent_prior(
 
 
 def latent_operator(operator: LinearOperator, num_latents: int, *, shared: bool) -> LinearOperator:
-    """The joint covariance of C independent functions, ordered point by point.
+    """The joint covariance [*b, n C, m C] of C independent functions, ordered point by point.
 
     Args:
         operator: [*b, n, m] if `shared` by all functions, else [*b, C, n, m] or [*b, 1, n, m].
         num_latents: C.
-
-    Returns:
-        [*b, n C, m C].
     """
     if shared:
         return operator if num_latents == 1 else RepeatedKernelLinearOperator(operator, repeats=num_latents)
@@ -177,7 +171,7 @@ def latent_operator(operator: LinearOperator, num_latents: int, *, shared: bool)
 
 
 def num_latents(function_dist: MultivariateNormal) -> int:
-    """C of a prior: its last batch dimension or number of tasks. Raises ValueError for other layouts."""
+    """C of a prior: its last batch dimension or number of tasks. Other layouts raise ValueError."""
     if isinstance(function_dist, MultitaskMultivariateNormal):
         if not function_dist._interleaved:
             raise ValueError(

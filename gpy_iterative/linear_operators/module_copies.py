@@ -1,7 +1,6 @@
 """Copies of modules that share their tensors.
 
-Copies are evaluated, because the user and other threads would see what an evaluation writes on modules: modes,
-parameters of `functional_call`, and GPyTorch's caches.
+Other threads would see what an evaluation writes on modules: modes, parameters of `functional_call`, GPyTorch's caches.
 """
 
 import copy
@@ -17,7 +16,6 @@ from torch.nn import Module, Parameter
 
 Copied = TypeVar("Copied", bound=Module)
 
-#: Attributes of every module.
 _OF_ALL_MODULES = frozenset(vars(Module()))
 _ATOMS = (type(None), bool, int, float, str)
 
@@ -28,12 +26,12 @@ class ModuleCopies:
     Args:
         own: tensor dicts that copies do not share. A shared dict keeps what a module registers when called, such as
             RFFKernel's frequencies.
-        apart: whether lists, dicts and sets are not shared: writes on a copy then never reach the original.
+        apart: whether lists, dicts and sets are not shared.
         tensor: maps a tensor to that of the copy; None keeps it.
         kind: maps a class to that of the copy.
 
-    Modules in lists and dicts, and modules' methods in attributes, are copied too. Compiled modules run uncompiled in
-    copies, since compiled code calls the originals.
+    Modules in lists and dicts, and modules' methods in attributes, are copied too. Compiled modules run uncompiled,
+    because compiled code calls the originals.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class KernelTerm:
 
     Attributes:
         inputs: [*b, n, d], reduced to the kernel's active dims.
-        scale: factor; None for 1.
+        scale: None for 1.
     """
 
     kernel: kernels.Kernel
@@ -35,7 +35,7 @@ class PriorParts:
     Attributes:
         terms: unevaluated kernels.
         diagonal: [*b, n], jitter from the model's `forward`, or None.
-        others: the model's own matrices, without their constants.
+        others: the model's own matrices, without factors.
     """
 
     terms: list[KernelTerm]
@@ -44,7 +44,6 @@ class PriorParts:
 
 
 def prior_parts(covariance: LinearOperator | Tensor) -> PriorParts:
-    """Splits sums, constants and added diagonals; evaluates nothing."""
     terms, diagonals, others = [], [], []
 
     def take_apart(part: LinearOperator | Tensor, scale: Tensor | None) -> None:
@@ -67,11 +66,7 @@ def prior_parts(covariance: LinearOperator | Tensor) -> PriorParts:
 
 
 def kernel_terms(covariance: LinearOperator | Tensor, observed: Tensor | None = None) -> list[KernelTerm]:
-    """The kernels of a prior covariance, at the observed inputs.
-
-    Raises:
-        SpectralDensityMissingError: a part of the covariance is not a kernel.
-    """
+    """The kernels of a prior covariance at the observed inputs; SpectralDensityMissingError for other parts."""
     parts = prior_parts(covariance if observed is None else masked_covariance(covariance, observed))
     if parts.others:
         raise SpectralDensityMissingError(

@@ -21,21 +21,20 @@ except ImportError:
 
 Backend = Literal["auto", "tiles", "keops"]
 Precision = Literal["native", "float32"]
-#: Range of a far field's tolerance.
 FAR_FIELD_TOLERANCES = (1e-9, 0.1)
-#: Rows from which "auto" measures ranks, by device: it does not pay with fewer.
+#: Rows from which "auto" far fields are tried.
 FAR_FIELD_ROWS = ByDevice(cpu=4000, accelerator=50_000)
 
 #: Largest automatic tile cache on a CPU, in bytes.
 MAX_CPU_CACHE = 4 * 1024**3
-#: Rows of a tile. A CPU tile stays in a thread's cache; a CUDA tile must outlast the start of a CUDA kernel. Its bound
-#: is a share of total memory, because free memory, and so the tiles, would differ between steps and ranks.
+#: Rows of a tile. A CPU tile stays in a thread's cache; a CUDA tile must take longer than the start of a CUDA kernel. Its
+#: bound is a share of total memory, because free memory differs between steps and ranks.
 CPU_TILE = 512
 CUDA_TILES = (4096, 2048, 1024)
 CUDA_TILE_SHARE = 32
-#: Rows from which CUDA's tiles are compiled. Below, the compiler (6 to 50 s) takes longer than it saves, or tiles are kept.
+#: Rows from which CUDA's tiles are compiled: below, the compiler takes longer than it saves.
 FUSED_ROWS = 150_000
-#: Bytes of working memory for each entry of a tile: four float64 numbers.
+#: Working memory for each entry of a tile, in bytes.
 _SCRATCH_BYTES = 4 * 8
 
 
@@ -56,27 +55,25 @@ class KernelProducts:
             `keops` and a C++ compiler at run time, and other options then concern only dense blocks. "auto" is tiles.
         tile_size: rows and columns of a tile; None is 512 on a CPU and up to 4,096 on CUDA, by total memory. Ranks with
             different devices need a number.
-        cache_memory: bytes for kept tiles and, where there is room, their derivatives for the gradient; None is half of the
-            free memory (at most 4 GB on a CPU), 0 keeps none.
+        cache_memory: bytes for kept tiles and, where there is room, their derivatives; None is half of the free memory (at
+            most 4 GB on a CPU), 0 keeps none.
         precision: of products inside an iterative solve. "native" is the inputs' dtype. "float32", for float64 inputs,
             multiplies float32 tiles and reaches the tolerance by iterative refinement, with one float64 product a
-            round. Gradients, log-determinants, variances, dense blocks, picked rows, truncated series
-            (`TruncatedCGMarginalLogLikelihood`, `RussianRouletteMarginalLogLikelihood`) and the search for Laplace's
-            mode stay in float64.
+            round. All else stays in float64, also truncated series and the search for Laplace's mode.
         compile: fuse a tile's element-wise work with torch.compile, which needs a compiler at run time (Triton on CUDA).
             None does so on CUDA with Triton, for training data of 150,000 rows and more.
         process_group: the processes that share the tiles; "world" is the default group. Every rank must run the same
-            program on the same data with the same seeds, and gets the same results. A product with s columns takes one
-            all-reduce of n s numbers. `cache_memory` is per rank.
-        far_field: error, from 1e-9 to .1, of a radial kernel's entries relative to their standard deviation over all pairs.
-            Blocks of distant points are compressed: the cost grows with n, not n^2, for up to three dimensions (long
-            lengthscales do not count). "auto" is 1e-6 (3e-7 at a million rows; in float64 .001 / n) from 4,000 rows on
-            (CUDA: 50,000), where less than half of the entries are evaluated (CUDA: a quarter). None uses tiles, as do
-            tolerances out of reach and cases that save nothing. Rows, columns and dense blocks are exact.
+            program on the same data with the same seeds. A product with s columns takes one all-reduce of n s numbers.
+            `cache_memory` is per rank.
+        far_field: error, from 1e-9 to .1, of a radial kernel's entries relative to their standard deviation. Blocks of
+            distant points are compressed: the cost grows with n, not n^2, for up to three dimensions (long lengthscales
+            do not count). "auto" is 1e-6 (3e-7 at a million rows; in float64 .001 / n) from 4,000 rows on (CUDA: 50,000),
+            where less than half of the entries are evaluated (CUDA: a quarter). None uses tiles, as do cases that save
+            nothing. Rows, columns and dense blocks are exact.
 
     Raises:
-        ValueError: an option is outside its range; or the process group is not initialised, does not contain this process,
-            or is combined with KeOps. Reading a prior refuses a precision that its dtype does not allow.
+        ValueError: an option is outside its range, or the process group is not initialised, lacks this process, or is
+            combined with KeOps.
         TypeError: not a process group.
         ImportError: the backend is "keops", and pykeops is not installed.
 
@@ -133,7 +130,7 @@ class KernelProducts:
         return self  # process groups cannot be copied
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raises ValueError where this dtype is not supported, or not in this precision."""
+        """Raises ValueError for a dtype that is not supported, or not in this precision."""
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"Gaussian processes need float32 or float64, and the kernel or its inputs are {dtype}: call "
@@ -146,17 +143,16 @@ class KernelProducts:
             )
 
     def may_have_far_field(self, inputs: Tensor) -> bool:
-        """Whether a symmetric kernel matrix of inputs [n, d] may have a far field."""
+        """Whether a symmetric matrix of inputs [n, d] may have a far field."""
         if self.far_field == "auto" and len(inputs) < FAR_FIELD_ROWS.on(inputs.device):
             return False
         return self.far_field is not None and inputs.numel() > 0
 
     def ranks(self) -> Ranks | None:
-        """The processes that share the tiles; None for one process."""
+        """The processes that share the tiles, if several."""
         return None if self.process_group is None else Ranks(self.process_group)
 
     def tile_rows(self, device: torch.device) -> int:
-        """Rows of a tile on this device."""
         if self.tile_size is not None:
             return self.tile_size
         if device.type != "cuda":
@@ -165,14 +161,14 @@ class KernelProducts:
         return next((size for size in CUDA_TILES if _SCRATCH_BYTES * size**2 <= room), CPU_TILE)
 
     def is_fused(self, device: torch.device, rows: int, *, symmetric: bool) -> bool:
-        """Whether a matrix's element-wise work is compiled on this device; K(X*, X) has too few products for it."""
+        """Whether a matrix's element-wise work is compiled; K(X*, X) has too few products for it."""
         if self.compile is not None:
             return self.compile
         is_worth_it = device.type == "cuda" and symmetric and rows >= FUSED_ROWS
         return is_worth_it and importlib.util.find_spec("triton") is not None
 
     def cache_budget(self, device: torch.device) -> int:
-        """Bytes that a tile cache on this device may take now."""
+        """Bytes that a tile cache may take now."""
         if self.cache_memory is not None:
             return self.cache_memory
         if device.type == "cuda":

@@ -1,5 +1,6 @@
-"""Kernel matrices with compressed far blocks; a product's cost grows with the number of rows.
+"""Kernel matrices with compressed far blocks, whose products cost O(n).
 
-Begin with `tree.py` (near and far blocks), `skeletons.py` (compression) and `levels.py` (products).
-`plan.py` chooses depth and ranks; `radial.py` has the tiles. It may import what `linear_operators` may.
+Begin with `tree.py` (near and far blocks), `skeletons.py` (compression) and `levels.py` (products). `plan.py` chooses
+depth and ranks. Rows are picked with index_select, several times as fast as indexing. It may import what
+`linear_operators` may.
 """

@@ -1,4 +1,4 @@
-"""Entries of a radial kernel matrix for batches of pairs of nodes."""
+"""Entries of a radial kernel matrix in batches of blocks."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
 
-#: Coordinates of widest spread that are subtracted; one product serves the others.
+#: Coordinates of widest spread that are subtracted.
 MOST_DIFFERENCES = 3
 #: One in so many proxies is for derivatives.
 DERIVATIVE_PART = 4
@@ -26,15 +26,12 @@ class ScaledInputs:
     together: Tensor | None
 
     def of(self, nodes: Tensor) -> "ScaledInputs":
-        """Those of some nodes [p], [p, m]: much faster than to pick rows."""
         together = None if self.together is None else self.together.index_select(0, nodes)
         return ScaledInputs(self.apart.index_select(0, nodes), together)
 
 
 class RadialEntries:
     """Entries f(|x_i - x_j|^2) of a symmetric matrix, without the outputscale.
-
-    Distances are exact relative to the nodes' size: differences, or around a point of the left node.
 
     Args:
         x: scaled inputs [n, d].
@@ -64,19 +61,16 @@ class RadialEntries:
         return entries
 
     def at_distances(self, distances: Tensor) -> Tensor:
-        """Entries at these distances, in float64."""
+        """Float64 entries at these distances."""
         scale = torch.as_tensor(self._original.scale(self.alpha), dtype=torch.float64, device=distances.device)
         u = distances.double().square().view(1, -1) * scale.reshape(())
         alpha = None if self.alpha is None else self.alpha.double()
         return self._original.value_(u, torch.empty_like(u), alpha).view(distances.shape)
 
     def are_below(self, bound: float, distances: Tensor) -> Tensor:
-        """Whether entries at these distances, and beyond, are below a bound."""
         return self.at_distances(distances) < bound
 
     def inputs(self, rows: Tensor) -> ScaledInputs:
-        """Those of rows [b, m]."""
-        # index_select of columns is several times as fast as indexing.
         picked = [column.index_select(0, rows.flatten()).view(rows.shape) for column in self._apart]
         together = None if self._together is None else self._together[rows]
         return ScaledInputs(torch.stack(picked, dim=1), together)
@@ -84,28 +78,28 @@ class RadialEntries:
     def blocks(
         self, left: ScaledInputs, right: ScaledInputs, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        """K between points left [b, m] and right [b, p]: [b, m, p]. `out` and `scratch` are overwritten."""
+        """Blocks [b, m, p] between points left [b, m] and right [b, p]; overwrites `out` and `scratch`."""
         u, scratch = self._squared_distances(left, right, out, scratch)
         return self.function.value_(u, scratch, self.alpha)
 
     def blocks_and_derivatives(
         self, left: ScaledInputs, right: ScaledInputs, value: Tensor, derivative: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Overwrites `value` and `derivative` with K and df/dq over its factor, [b, m, p]."""
+        """Overwrites `value` and `derivative` with f and df/dq over its factor."""
         u, scratch = self._squared_distances(left, right, value, derivative)
         return self.function.value_and_derivative_(u, scratch, self.alpha)
 
     def at_proxies(self, rows: Tensor, proxies: Tensor) -> Tensor:
-        """Interpolated entries of rows [b, m] at proxies [b, p], [b, m, p].
+        """Entries [b, m, p] of rows [b, m] at proxies [b, p], which skeletons interpolate.
 
-        The last proxies have derivatives by the log lengthscales, in turn. Values are not enough: on a line, one point
-        interpolates exp(-r), but no derivative; nearly equal entries depend on |x|^2, derivatives on one coordinate.
+        The last proxies have derivatives by log lengthscales, which a skeleton for values need not interpolate: on a line,
+        one point suffices for exp(-r).
         """
         proxies = proxies.tensor_split([len(proxies[0]) - len(proxies[0]) // DERIVATIVE_PART], dim=1)
         points, (first, last) = self.inputs(rows), (self.inputs(part) for part in proxies)
         u, scratch = self._squared_distances(points, last)
         squares, num = u.clone(), len(self._apart) + (self._together is not None)
-        # In pairs: own and inherited proxies alternate (`level_proxies`), and each coordinate needs both.
+        # In pairs, because a node's own proxies alternate with its parent's (`level_proxies`).
         turn = torch.arange(u.shape[-1], device=u.device) // 2 % num
         for index, (own, given) in enumerate(zip(points.apart.unbind(1), last.apart.unbind(1), strict=True)):
             squares[..., turn == index] = (own.unsqueeze(-1) - given[:, turn == index].unsqueeze(-2)).square_()
@@ -114,7 +108,6 @@ class RadialEntries:
         return torch.cat([self.blocks(points, first), derivatives.mul_(factor)], dim=2)
 
     def alpha_derivatives(self, left: ScaledInputs, right: ScaledInputs) -> Tensor:
-        """df/dalpha, [b, m, p]."""
         return self.function.alpha_derivative(self._squared_distances(left, right)[0], self.alpha)
 
     def _squared_distances(

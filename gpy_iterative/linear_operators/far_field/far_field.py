@@ -17,43 +17,34 @@ from gpy_iterative.linear_operators.far_field.skeletons import skeletons
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.worker_threads import ByDevice, divided, run, shares
 
-#: "auto" divides this by n: the largest eigenvalue grows, the noise does not. In float64, which users take for smooth
-#: functions and little noise, a part of it. Limits: float32's resolution (1e-7 at best), the least that can be asked for,
-#: and 1e-6, which costs hardly more than 1e-5.
+#: "auto" divides this by n, because the largest eigenvalue grows with n and the noise does not. float64 takes a part: it is
+#: used for smooth functions and little noise.
 TOLERANCE_TIMES_ROWS, FLOAT64_PART = 0.1, 0.01
 SMALLEST_TOLERANCE, SMALLEST_IN_FLOAT64, LARGEST_TOLERANCE = 3e-7, 1e-9, 1e-6
-#: Most entries of a far field, as a part of the tiles': for "auto", and for a tolerance. On CUDA they take twice as
-#: long as those of tiles.
+#: Most entries of a far field, as a part of the tiles': for "auto" (on CUDA they take longer), and for a tolerance.
 AUTO_PART, GIVEN_PART = ByDevice(cpu=0.5, accelerator=0.25), 1.0
-#: Factor on the corrected error in the second attempt.
+#: Safety factor of the second attempt.
 LOWER_AIM = 0.2
-#: Allowed miss of the second attempt: the rest is rounding, and tiles would take hours.
+#: The second attempt's error may be so many tolerances.
 MOST_MISSED = 10
-#: Proxies per skeleton point, and their least number: few derivative proxies may lie on one side.
+#: Proxies per skeleton point, and least proxies: few with derivatives could lie on one side.
 PROXIES_PER_POINT, LEAST_PROXIES = 4, 160
-#: On levels of few nodes, more: there boxes are large, errors are largest, and it costs next to nothing.
+#: On levels of few nodes, where errors are largest, there are more.
 FEW_NODES, MORE_PROXIES = 32, 2
-#: Smallest error for which skeletons are not picked in halves.
+#: Skeletons for smaller errors are picked in halves.
 SMALLEST_AT_ONCE = 1e-6
 BATCH_NODES = ByDevice(cpu=128, accelerator=1024)
 
 
 @dataclass(frozen=True)
 class FarField:
-    """A compressed kernel matrix.
-
-    Attributes:
-        levels: near blocks and skeletons.
-        error: see `measured_error`.
-    """
-
     levels: Levels
     error: float
 
 
 @divided()
 def far_field(entries: RadialEntries, wanted: float | Literal["auto"]) -> FarField | None:
-    """The far field of a symmetric matrix; None where it does not pay or two attempts miss its tolerance by far."""
+    """The far field of a symmetric matrix; None if it does not pay, or two attempts miss the tolerance by far."""
     n = len(entries)
     tolerance = automatic_tolerance(n, entries.dtype) if wanted == "auto" else wanted
     part = AUTO_PART.on(entries.device) if wanted == "auto" else GIVEN_PART
@@ -72,7 +63,6 @@ def far_field(entries: RadialEntries, wanted: float | Literal["auto"]) -> FarFie
 
 
 def automatic_tolerance(n: int, dtype: torch.dtype) -> float:
-    """The tolerance of `KernelProducts(far_field="auto")` for n rows."""
     part, smallest = (FLOAT64_PART, SMALLEST_IN_FLOAT64) if dtype == torch.float64 else (1.0, SMALLEST_TOLERANCE)
     return min(max(part * TOLERANCE_TIMES_ROWS / n, smallest), LARGEST_TOLERANCE)
 
@@ -83,7 +73,6 @@ def _built(plan: Plan, entries: RadialEntries) -> FarField:
 
 
 def _with_higher_ranks(plan: Plan, entries: RadialEntries, ratio: float) -> Plan:
-    """The plan for an error reduced by more than this ratio."""
     other = with_measured_ranks(replace(plan, error=plan.error * LOWER_AIM * ratio), entries)
     ranks = [max(rank, before + RANK_STEP) for rank, before in zip(other.ranks, plan.ranks, strict=False)]
     return replace(other, ranks=ranks)
@@ -93,10 +82,7 @@ def _with_higher_ranks(plan: Plan, entries: RadialEntries, ratio: float) -> Plan
 
 
 def build_levels(plan: Plan, entries: RadialEntries) -> Levels:
-    """Skeletons and interpolations, from the leaves up.
-
-    Cost: entries at some hundred proxies for every row, in float64.
-    """
+    """Skeletons and interpolations, from the leaves up."""
     leaves, pairs, double = plan.levels[-1], plan.pairs[-1], entries.double()
     is_same, inputs = pairs.near[0] == pairs.near[1], entries.inputs(leaves.rows)
     parts = [
@@ -104,7 +90,7 @@ def build_levels(plan: Plan, entries: RadialEntries) -> Levels:
         PairBlocks(leaves.rows, inputs, pairs.near[:, ~is_same], is_diagonal=False, step=0),
     ]
     interpolations, points, in_halves = [], leaves.rows, plan.error < SMALLEST_AT_ONCE
-    # Those of a node may be for all below it.
+    # Nodes below inherit proxies.
     most = [max(plan.ranks[max(depth, plan.top) :], default=0) for depth in range(len(plan.levels))]
     counts = [_num_proxies(rank, len(nodes)) for rank, nodes in zip(most, plan.levels, strict=True)]
     proxies = level_proxies(entries.positions, plan.levels, plan.pairs, counts)
@@ -126,7 +112,7 @@ def _num_proxies(rank: int, nodes: int) -> int:
 def _skeletons(
     entries: RadialEntries, points: Tensor, proxies: Tensor, rank: int, in_halves: bool
 ) -> tuple[Tensor, Tensor]:
-    """Picked rows [nodes, rank] of points [nodes, size], and the transposed U [nodes, rank, size]."""
+    """Rows [nodes, rank] picked from points [nodes, size], and U^T [nodes, rank, size]."""
     picked = points.new_empty(len(points), rank)
     weights = torch.empty(len(points), rank, points.shape[1], dtype=torch.float64, device=points.device)
 

@@ -1,8 +1,7 @@
 """A kernel matrix as a sum over the levels of a tree, K ~ sum_l E_l^T K_l E_l, and its products.
 
-E_0 maps a vector to the leaves; K_0 are the near blocks. E_(l+1) = U_l^T E_l maps it to skeletons, leaves first; K_(l+1)
-are blocks of far pairs of this level. Vectors are [nodes, s, points of a node], so that blocks multiply contiguous
-memory.
+E_0 maps a vector to the leaves, K_0 are the near blocks; E_(l+1) = U_l^T E_l maps it to skeletons, K_(l+1) are the
+blocks of far pairs. Vectors are [nodes, s, points of a node], which products read contiguously.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,23 +15,23 @@ from gpy_iterative.linear_operators.far_field.entries import ScaledInputs
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.worker_threads import ByDevice, run, shares, summed
 
-#: Entries multiplied at a time: they stay in a CPU's cache; fewer would cost overhead.
+#: Entries multiplied at a time: they stay in a CPU's cache.
 BATCH_ENTRIES = ByDevice(cpu=2**18, accelerator=2**25)
 #: Nodes interpolated at a time.
 BATCH_NODES = ByDevice(cpu=512, accelerator=2**16)
-#: Columns multiplied at a time; bounds each thread's sums.
+#: Columns multiplied at a time; they bound the memory of sums.
 MOST_COLUMNS = 64
 
 
 @dataclass(frozen=True)
 class PairBlocks:
-    """Blocks of equal size of pairs of nodes i <= j.
+    """Blocks of pairs of nodes i <= j, of one size.
 
     Attributes:
-        points: row numbers of the nodes' points, [nodes, size].
+        points: the nodes' row numbers, [nodes, size].
         inputs: of these points.
         pairs: [2, p], all with i = j or all with i < j.
-        step: of the vectors: 0 at the leaves, l + 1 at skeletons.
+        step: l of K_l.
     """
 
     points: Tensor
@@ -48,7 +47,7 @@ class PairBlocks:
 
 @dataclass(frozen=True)
 class Batch:
-    """Blocks [b, size, size] that are evaluated together: the pairs of a part, with their cache key."""
+    """Blocks [b, size, size] that are evaluated together; `key` is for the cache."""
 
     part: PairBlocks
     pairs: slice
@@ -64,19 +63,14 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[ScaledInputs, ScaledInputs]:
-        """Those of the nodes i and j."""
         return self.part.inputs.of(self.left), self.part.inputs.of(self.right)
-
-    # index_select is several times as fast as indexing.
 
     @property
     def rows(self) -> Tensor:
-        """Row numbers of the nodes i, [b, size]."""
         return self.part.points.index_select(0, self.left)
 
     @property
     def columns(self) -> Tensor:
-        """Row numbers of the nodes j, [b, size]."""
         return self.part.points.index_select(0, self.right)
 
     @property
@@ -87,12 +81,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Levels:
-    """The sum over the levels, in blocks (`parts`).
+    """The sum over the levels.
 
     Attributes:
         rows: row numbers of the leaves, [leaves, leaf].
-        is_own: which slots of the leaves do not repeat a row.
-        interpolations: transposed U from the leaves on, [nodes, rank, points of a node].
+        is_own: which of them are not repeated.
+        interpolations: U_l^T, [nodes, rank, points of a node].
+        parts: blocks of K_l.
     """
 
     rows: Tensor
@@ -102,7 +97,6 @@ class Levels:
 
     @property
     def num_entries(self) -> int:
-        """Entries evaluated for a product; off-diagonal ones serve twice."""
         return sum(part.pairs.shape[1] * part.points.shape[1] ** 2 for part in self.parts)
 
     @cached_property
@@ -112,10 +106,7 @@ class Levels:
         return [Batch(part, pairs, (-1 - i, j)) for i, part in numbered for j, pairs in enumerate(part.batches())]
 
     def matmul(self, rhs: Tensor, values: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> Tensor:
-        """Some batches times rhs [n, s]: [n, s].
-
-        `values` evaluates a batch, [b, size, size]; each thread uses its result before the next call.
-        """
+        """Some batches times rhs [n, s]; `values` evaluates a batch, valid until the thread's next call."""
         parts = []
         for columns in rhs.split(MOST_COLUMNS, dim=1):
             share = partial(self._share, self.up(columns), values)
@@ -133,8 +124,7 @@ class Levels:
         return sums
 
     def up(self, rhs: Tensor) -> list[Tensor]:
-        """E_l rhs for every step l, [nodes, s, points]; rhs is [n, s]."""
-        # Zero in slots that repeat a row.
+        """E_l rhs [nodes, s, points] for every l and rhs [n, s]."""
         vectors = rhs[self.rows].mul_(self.is_own.unsqueeze(-1)).mT.contiguous()
         found = [vectors]
         for weights in self.interpolations:
@@ -143,7 +133,7 @@ class Levels:
         return found
 
     def down(self, sums: list[Tensor]) -> Tensor:
-        """sum_l E_l^T sums_l [n, s]; sums [nodes, s, points] are overwritten."""
+        """sum_l E_l^T sums_l [n, s]; overwrites `sums`."""
         for step in range(len(self.interpolations), 0, -1):
             pulled = self._product(sums[step], self.interpolations[step - 1])
             if step > 1:
@@ -152,7 +142,6 @@ class Levels:
         return sums[0].mT.flatten(0, 1)[self.position]
 
     def _product(self, vectors: Tensor, matrices: Tensor) -> Tensor:
-        """[nodes, s, p] times [nodes, p, q]."""
         result = vectors.new_empty(*vectors.shape[:2], matrices.shape[2])
 
         def multiply(share: Sequence[slice]) -> None:
@@ -165,6 +154,6 @@ class Levels:
 
     @cached_property
     def position(self) -> Tensor:
-        """Each row's slot among all slots of the leaves, [n]."""
+        """Each row's slot in the leaves, [n]."""
         own = self.is_own.flatten().nonzero().squeeze(-1)
         return torch.empty_like(own).scatter_(0, self.rows.flatten()[own], own)

@@ -1,8 +1,7 @@
 """The measured error of a far field.
 
-Errors are largest where two far boxes nearly touch, in a few of a hundred thousand entries: uniform samples miss them.
-Half of the samples are drawn by the squared entries at the gaps, and all are divided by their probability, so that the
-mean square has no bias.
+Few entries, where far boxes nearly touch, have the largest errors, and uniform samples miss them. So half of the samples
+are drawn by the squared entries at the gaps; all are divided by their probability.
 """
 
 import math
@@ -15,12 +14,12 @@ from gpy_iterative.linear_operators.far_field.levels import Levels, PairBlocks
 from gpy_iterative.linear_operators.far_field.plan import Plan
 from gpy_iterative.linear_operators.far_field.tree import box_gaps
 
-#: Pairs of leaves per level, and rows of each leaf, whose entries' errors are measured: further rows cost little.
+#: Pairs of leaves per level, and rows of each leaf.
 MEASURED_PAIRS, MEASURED_ROWS = 384, 4
 
 
 def measured_error(plan: Plan, levels: Levels, entries: RadialEntries) -> float:
-    """Root mean square error of all entries over `Plan.size`, estimated from a few far entries of each level."""
+    """Root mean square error of all entries over `Plan.size`, from random far entries."""
     generator = torch.Generator().manual_seed(3)
     double, total = entries.double(), 0.0
     for part in levels.parts:
@@ -39,7 +38,8 @@ class _Samples:
 
     Attributes:
         nodes: of both sides, [2, p].
-        leaves, slots: of both sides, [p] and [p, rows]; leaves are counted from the node's first.
+        leaves: of both sides, [p], counted from the node's first leaf.
+        slots: of both sides, [p, rows].
     """
 
     def __init__(self, plan: Plan, depth: int, entries: RadialEntries, generator: torch.Generator) -> None:
@@ -61,11 +61,11 @@ class _Samples:
             self._odds = self._odds * (odds * of_slot).unsqueeze(2 - side)
 
     def weights(self) -> Tensor:
-        """The uniform probability over that of each entry, [p, rows, rows]: at most 2."""
+        """Uniform probabilities over those of the entries, [p, rows, rows]."""
         return 2 / (1 + self._odds)
 
     def _drawn(self, closeness: Tensor, count: int = 1) -> tuple[Tensor, Tensor]:
-        """Columns [b, count] of closeness [b, m], and their odds: every second sample's uniformly, the others' by it."""
+        """Columns [b, count] of closeness [b, m], drawn uniformly and by it in turn, and their odds."""
         closeness = closeness.clamp_min(torch.finfo(closeness.dtype).tiny)
         shape, num, device = (len(closeness), count), closeness.shape[1], closeness.device
         uniform = torch.rand(shape, generator=self._generator, device=self._generator.device, dtype=torch.float64)
@@ -78,7 +78,7 @@ class _Samples:
 
 
 def _errors(levels: Levels, part: PairBlocks, entries: RadialEntries, samples: _Samples) -> Tensor:
-    """Errors of far entries of one step, [p, rows, rows]."""
+    """Errors [p, rows, rows] of far entries."""
     sides = zip(samples.nodes, samples.leaves, samples.slots, strict=True)
     (left, first), (right, second) = (_weights(levels, part.step, *side) for side in sides)
     at_skeletons = entries.blocks(*(entries.inputs(part.points[nodes]) for nodes in samples.nodes))
@@ -86,14 +86,13 @@ def _errors(levels: Levels, part: PairBlocks, entries: RadialEntries, samples: _
 
 
 def _weights(levels: Levels, step: int, nodes: Tensor, leaf: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [p, rows] by leaf and slots, and their weights [p, rank, rows] at the node's skeleton."""
+    """Row numbers [p, rows], and their weights [p, rank, rows] at the node's skeleton."""
     leaves = nodes * 2 ** (step - 1) + leaf
     at_leaves = levels.interpolations[0].index_select(0, leaves)
     rows = levels.rows[leaves].gather(1, slots)
     weights = at_leaves.gather(2, slots.unsqueeze(1).expand(-1, at_leaves.shape[1], -1)).double()
     for above, interpolation in enumerate(levels.interpolations[1:step], 1):
         rank, size = interpolation.shape[1:]
-        # index_select of halves of rows is several times as fast as indexing.
         half = 2 * rank * (leaves >> above) + (leaves >> (above - 1)) % 2
         halves = half.unsqueeze(1) + 2 * torch.arange(rank, device=half.device)
         of_half = interpolation.reshape(-1, size // 2).index_select(0, halves.flatten()).view(len(half), rank, -1)

@@ -19,30 +19,27 @@ from gpy_iterative.linear_operators.far_field.tree import (
 from gpy_iterative.worker_threads import run
 
 SMALLEST_LEAF = 32
-#: Overhead per point of a pair of nodes, in entries.
+#: Overhead per point of a pair, in entries.
 POINT_COST = 12
-#: Nodes, rows of each, and proxies on which a level's rank is measured.
+#: Nodes, rows and proxies of each, on which a level's rank is measured.
 SAMPLED_NODES, SAMPLED_ROWS, SAMPLED_PROXIES = 24, 192, 384
-#: Random entries for the estimate of their spread.
 SAMPLED_ENTRIES = 2**14
-#: Least error relative to the entries' size: rounding allows no less.
+#: Rounding error relative to the root mean square entry.
 LEAST_ERROR = {torch.float32: 1e-6, torch.float64: 1e-12}
-#: Parts of the allowed error: for ranks (errors of levels add up), and for negligible entries.
+#: Parts of the allowed error: of a level's ranks, and of negligible entries.
 AIM, NEGLIGIBLE = 0.08, 0.03
-#: Ranks are multiples of this, for fast matrix products.
+#: Ranks are multiples of this, for fast products.
 RANK_STEP = 8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A tree with its pairs, and the rank of every level.
+    """A tree with its pairs and ranks.
 
     Attributes:
-        levels: the root first, the leaves last.
-        pairs: by level.
-        ranks: by level.
-        size: of the entries, see `entries_size`.
-        error: root mean square error for which skeletons are made.
+        levels, pairs, ranks: by level, from the root.
+        size: from `entries_size`.
+        error: root mean square error of skeletons.
     """
 
     levels: list[Nodes]
@@ -53,17 +50,16 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """Cost of a product, in evaluated entries."""
+        """Of a product, in evaluated entries."""
         near = _cost(self.pairs[-1].near.shape[1], self.levels[-1].size)
         return near + sum(_cost(level.far.shape[1], rank) for level, rank in zip(self.pairs, self.ranks, strict=True))
 
     @property
     def top(self) -> int:
-        """The first level with far pairs; otherwise one beyond the leaves."""
+        """The first level with far pairs, or the number of levels."""
         return next((level for level, pairs in enumerate(self.pairs) if pairs.far.shape[1]), len(self.pairs))
 
     def cheapest(self) -> "Plan":
-        """The plan with leaves at the cheapest depth."""
         cut = lambda n: replace(self, levels=self.levels[:n], pairs=self.pairs[:n], ranks=self.ranks[:n])
         return min(map(cut, range(1, len(self.levels) + 1)), key=lambda plan: plan.cost)
 
@@ -73,14 +69,7 @@ def _cost(pairs: int, size: int) -> float:
 
 
 def make_plan(entries: RadialEntries, tolerance: float, limit: float) -> Plan | None:
-    """The cheapest plan; None where its cost must exceed the limit.
-
-    Args:
-        tolerance: error of the entries over their size, see `entries_size`.
-        limit: of a product's cost, in entries.
-
-    Cost: a tree, its pairs, and entries of a few nodes of each level at a few hundred rows.
-    """
+    """The cheapest plan; None if its cost (of a product, in entries) must exceed the limit."""
     size = entries_size(entries, tolerance)
     depth = max(int(math.log2(len(entries) / SMALLEST_LEAF)), 0)
     is_negligible = partial(entries.are_below, NEGLIGIBLE * tolerance * size)
@@ -94,7 +83,6 @@ def make_plan(entries: RadialEntries, tolerance: float, limit: float) -> Plan | 
 
 
 def with_measured_ranks(plan: Plan, entries: RadialEntries) -> Plan:
-    """The cheapest plan with the ranks that its error needs."""
     double = entries.double()
     # The root first: large nodes take longest.
     ranks = run([partial(_rank, double, nodes, plan.error) for nodes in plan.levels], entries.device)
@@ -102,10 +90,9 @@ def with_measured_ranks(plan: Plan, entries: RadialEntries) -> Plan:
 
 
 def entries_size(entries: RadialEntries, tolerance: float) -> float:
-    """Standard deviation of all entries, from random ones and the diagonal.
+    """Standard deviation of all entries, estimated from random ones; at least what rounding allows.
 
-    With long lengthscales entries are nearly equal, and data depend on their differences: errors relative to the root mean
-    square would hide these. It counts as far as rounding forbids less.
+    With long lengthscales, entries are nearly equal: errors relative to their root mean square would hide the differences.
     """
     generator, n = torch.Generator().manual_seed(0), len(entries)
     rows, columns = map(
@@ -120,7 +107,6 @@ def entries_size(entries: RadialEntries, tolerance: float) -> float:
 
 
 def _rank(entries: RadialEntries, nodes: Nodes, error: float) -> int:
-    """The rank that a level needs; the nodes' size if there is none."""
     generator = torch.Generator().manual_seed(1)
     chosen = torch.randperm(len(nodes), generator=generator, device=generator.device)[:SAMPLED_NODES].to(
         nodes.rows.device

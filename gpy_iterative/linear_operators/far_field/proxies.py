@@ -1,7 +1,6 @@
-"""Proxies: far rows on which a node's skeleton is chosen, with more near ones.
+"""Proxies: far rows on which a node's skeleton is chosen.
 
-A smooth kernel's blocks live where two boxes nearly touch. Rows drawn uniformly from far boxes, which are often as large
-as the node, leave few there: a skeleton with as many points as these interpolates them, and misses the others.
+Most are near the node, where blocks of smooth kernels have the highest rank; of uniformly drawn rows, few would be.
 """
 
 import math
@@ -12,12 +11,11 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field.tree import SEPARATION, LevelPairs, Nodes
 
-#: Gap added between boxes, in diameters: some nearly touch.
+#: Gap added between boxes, in diameters.
 SMALLEST_GAP = 0.1
-#: Most dimensions that count for the weights: far fields pay in few. A power of all columns, most of them with long
-#: lengthscales, would leave only the nearest boxes, or overflow.
+#: Most dimensions that count for weights: large powers leave only the nearest boxes, or overflow.
 MOST_DIMENSIONS = 3
-#: Rows of a far node that are drawn for a proxy: the nearest is taken.
+#: Rows of a far node, of which the nearest becomes a proxy.
 CANDIDATES = 3
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
@@ -27,8 +25,8 @@ class Proxies:
     """Proxies of the nodes of one level.
 
     Attributes:
-        rows: row numbers, [nodes, p]; meaningless without a far field.
-        have: which nodes have a far field on this level or above, [nodes].
+        rows: row numbers, [nodes, p].
+        have: which nodes have proxies, [nodes].
     """
 
     rows: Tensor
@@ -36,9 +34,9 @@ class Proxies:
 
 
 def level_proxies(positions: Tensor, levels: list[Nodes], pairs: list[LevelPairs], counts: list[int]) -> list[Proxies]:
-    """Proxies of all nodes by level, the root first; any prefix may be used. Counts must not grow towards the leaves.
+    """Proxies of all nodes by level, from the root; `counts` must not grow towards the leaves.
 
-    Half of them come from far nodes on the node's level, and half from its parent.
+    Half come from far nodes on the node's level, half from its parent. Any first part of them may be used alone.
     """
     generator = torch.Generator().manual_seed(2)
     root = levels[0].rows.new_zeros(1, counts[0])
@@ -47,7 +45,7 @@ def level_proxies(positions: Tensor, levels: list[Nodes], pairs: list[LevelPairs
         own, has_own = _drawn(positions, nodes, level, count, generator)
         slots = torch.arange(count, device=root.device)
         inherited, had = (of_parents.repeat_interleave(2, 0) for of_parents in (found[-1].rows, found[-1].have))
-        # Odd slots are the node's own, even ones its parent's first half: slots have no order.
+        # Odd slots are own ones, even ones the parent's first half.
         mixed = torch.where(slots % 2 == 1, own, inherited[:, slots // 2])
         is_mixed, is_own = (has_own & had).unsqueeze(-1), (has_own & ~had).unsqueeze(-1)
         rows = torch.where(is_mixed, mixed, torch.where(is_own, own, inherited[:, :count]))
@@ -58,7 +56,7 @@ def level_proxies(positions: Tensor, levels: list[Nodes], pairs: list[LevelPairs
 def _drawn(
     positions: Tensor, nodes: Nodes, level: LevelPairs, count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Rows [nodes, count] from far nodes on this level, and which nodes have any."""
+    """Rows [nodes, count] from far nodes, and which nodes have any."""
     device = nodes.rows.device
     node, partner = torch.cat([level.far, level.far.flip(0)], dim=1)
     diameters = nodes.diameters()
@@ -69,7 +67,7 @@ def _drawn(
     ends = sizes.cumsum(0)
     totals = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
     low, high = totals[ends - sizes].unsqueeze(-1), totals[ends].unsqueeze(-1)
-    # Multiples of the golden ratio: any prefix gives every far node its share; independent draws leave out some.
+    # Any first part of multiples of the golden ratio gives every far node its share.
     start = torch.rand(len(nodes), 1, generator=generator, device=generator.device, dtype=torch.float64).to(device)
     uniform = (start + GOLDEN_RATIO * torch.arange(count, device=device)) % 1
     drawn = torch.searchsorted(totals, low + uniform * (high - low), right=True) - 1
@@ -83,7 +81,7 @@ def _drawn(
 
 
 def _nearest(positions: Tensor, nodes: Nodes, chosen: Tensor, generator: torch.Generator) -> Tensor:
-    """The row nearest to each node's box of a few of each chosen node, [nodes, count]."""
+    """Of a few rows of each chosen node, the nearest to the node's box."""
     columns = positions.mT.contiguous()
     found, least = torch.zeros_like(chosen), positions.new_full(chosen.shape, torch.inf)
     counts = nodes.counts[chosen]
@@ -101,7 +99,7 @@ def _nearest(positions: Tensor, nodes: Nodes, chosen: Tensor, generator: torch.G
 
 
 def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.Generator) -> Proxies:
-    """Proxies of chosen nodes, drawn by the gaps to all nodes; `rows` only of nodes that have any."""
+    """Proxies of chosen nodes, drawn by the gaps to all nodes; `rows` of nodes that have any."""
     device, total = nodes.rows.device, len(nodes)
     other = torch.arange(total, device=device)
     gaps = nodes.gaps(chosen.repeat_interleave(total), other.repeat(len(chosen))).view(-1, total)
@@ -121,5 +119,5 @@ def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.G
 
 
 def _weights(nodes: Nodes, gaps: Tensor, diameters: Tensor) -> Tensor:
-    """Weights of boxes at these gaps from boxes of these diameters: all distances count alike."""
+    """Weights of boxes by their gaps: all distances count alike."""
     return (gaps + SMALLEST_GAP * diameters).double() ** -min(nodes.low.shape[1], MOST_DIMENSIONS)

@@ -21,7 +21,7 @@ _ALL = slice(None)
 class RadialFarField(RadialTiles):
     """Tiles of a symmetric matrix f(|x_i - x_j|^2) without batch dimensions.
 
-    Full products, bilinear and directional derivatives use the far field, if it pays; everything else uses exact tiles.
+    Full products, bilinear and directional derivatives use the far field, if it pays.
     """
 
     @cached_property
@@ -29,7 +29,7 @@ class RadialFarField(RadialTiles):
         return RadialEntries(self.x1, self._function, self.alpha)
 
     def far_field(self) -> FarField | None:
-        """The far field of the tensors that the cache serves; None where it does not pay."""
+        """The far field, made once for these tensors; None if it does not pay."""
         wanted = self.products.far_field
         assert wanted is not None
         with self.cache.serving(*self.owner):
@@ -67,7 +67,6 @@ class RadialFarField(RadialTiles):
         return batches if self.ranks is None else batches[self.ranks.rank :: self.ranks.size]
 
     def scale_products(self, rhs: Tensor) -> Tensor:
-        """See `RadialTiles.scale_products`; one product per coordinate."""
         field = self.far_field()
         if field is None:
             return super().scale_products(rhs)
@@ -105,12 +104,12 @@ class RadialFarField(RadialTiles):
 
     @divided()
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
-        """The derivative for W = weights with fixed interpolation: exact for the matrix of the products."""
+        """See `RadialTiles.derivative`; interpolations count as constants."""
         field = self.far_field() if isinstance(weights, BilinearWeights) else None
         if field is None:
             return super().derivative(weights, value=value, alpha=alpha)
         left = field.levels.up(weights.left.movedim(-2, 0).flatten(1))
-        # Of a symmetric matrix the right factor has the columns of the left one, in swapped halves.
+        # The right factor is the left one with its halves swapped (`BilinearWeights`).
         half = weights.left.shape[-1] // 2
         right = [vectors.unflatten(1, (-1, 2, half)).flip(2).flatten(1, 3) for vectors in left]
         share = partial(self._share_of_derivative, left, right, value, alpha)
@@ -124,10 +123,10 @@ class RadialFarField(RadialTiles):
     def _share_of_derivative(
         self, left: list[Tensor], right: list[Tensor], value: bool, alpha: bool, batches: Sequence[Batch]
     ) -> list[Tensor]:
-        """Sums over some batches: G_ij (x_i - x_j) by row [n, d], values, derivatives by alpha."""
+        """Sums of G_ij (x_i - x_j) by row [n, d], of f and of df/dalpha."""
         zeros = partial(self.x1.new_zeros, dtype=torch.float64)  # terms cancel
         inputs, sum_of_values, sum_of_alpha = zeros(self.x1.shape), zeros(()), zeros(())
-        for _, of_part in groupby(batches, lambda batch: batch.key[0]):  # by part
+        for _, of_part in groupby(batches, lambda batch: batch.key[0]):
             first, *others = of_part
             points = self.x1[first.part.points].mT.contiguous()
             by_node = zeros(points.shape)
@@ -149,7 +148,7 @@ class RadialFarField(RadialTiles):
 def _add_differences(sums: Tensor, points: Tensor, batch: Batch, weights: Tensor) -> None:
     """Adds sum_j W_ij (x_i - x_j) to every point i of a batch's nodes, and the opposite to every j.
 
-    Sums and points are [nodes, d, size]: products with few rows are several times as fast as with few columns.
+    Sums and points are [nodes, d, size]: products with few rows are faster than with few columns.
     """
     left, right = points.index_select(0, batch.left), points.index_select(0, batch.right)
     centre = left[..., :1]  # near both, to keep digits

@@ -1,8 +1,8 @@
 """Skeletons: a few points of a node, from which the kernel's values at all its points are interpolated.
 
-With A = K(node, proxies), K(node, far) ~ U K(skeleton, far). Pivoted Cholesky of A A^T picks the skeleton, and U = A A_S^T
-(A_S A_S^T)^-1: interpolative decomposition (Cheng et al. 2005) on proxies (Erlandson et al. 2020). A A^T keeps half of
-float64's digits: small errors need a second half, picked from the first half's errors.
+K(node, far) ~ U K(skeleton, far). With A = K(node, proxies), pivoted Cholesky of A A^T picks the skeleton S, and
+U = A A_S^T (A_S A_S^T)^-1: interpolative decomposition (Cheng et al. 2005) on proxies (Erlandson et al. 2020). A A^T has
+half of float64's digits, so for small errors the second half of S is picked from the errors of the first.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Relative squared error of a row that counts as rounding.
+#: Relative squared error that counts as rounding.
 ROUNDING = 64 * torch.finfo(torch.float64).eps
 #: Smallest relative error for which one product A A^T suffices.
 SMALLEST_PART = 1e-5
@@ -22,7 +22,7 @@ class Skeletons:
 
     Attributes:
         pivots: picked rows, [b, r].
-        weights: the transposed U, [b, r, m].
+        weights: U^T, [b, r, m].
     """
 
     pivots: Tensor
@@ -41,10 +41,7 @@ class Skeletons:
 
 
 def skeletons(values: Tensor, rank: int, *, in_halves: bool) -> Skeletons:
-    """Picks `rank` of the m rows of A [b, m, p] in float64; in halves for errors below 1e-7 of the values.
-
-    Cost: m^2 p / 2 and m rank^2 / 2 multiply-adds each, more than twice that in halves.
-    """
+    """Picks `rank` of the m rows of A [b, m, p] in float64. Cost: m^2 p + m rank^2 multiply-adds, or about twice."""
     if not in_halves or rank == 1:
         return _picked(values, rank)
     first = _picked(values, (rank + 1) // 2)
@@ -61,7 +58,7 @@ def needed_rank(values: Tensor, error: float) -> int:
 
 
 def _picked(values: Tensor, rank: int, error: float = -1.0) -> Skeletons:
-    """Picks from one product A A^T; fewer than `rank` rows once the root mean square error is `error`."""
+    """Picks `rank` rows by one product A A^T, or fewer once the root mean square error is at most `error`."""
     gram = torch.bmm(values, values.mT) / values.shape[-1]
     left = gram.diagonal(dim1=1, dim2=2).clone()
     factor = values.new_zeros(len(values), rank, values.shape[1])
@@ -78,7 +75,7 @@ def _picked(values: Tensor, rank: int, error: float = -1.0) -> Skeletons:
 
 
 def _next_column(gram: Tensor, factor: Tensor, pivot: Tensor, largest: Tensor, floor: Tensor) -> Tensor:
-    """The factor's next column [b, m]; a unit vector where only rounding is left."""
+    """The factor's next column [b, m]; a unit vector if only rounding is left."""
     row = pivot.unsqueeze(-1)
     column = gram.gather(1, row.expand(-1, -1, gram.shape[2]))
     if factor.shape[1]:
@@ -90,7 +87,7 @@ def _next_column(gram: Tensor, factor: Tensor, pivot: Tensor, largest: Tensor, f
 
 
 def _interpolated(pivots: Tensor, factor: Tensor) -> Skeletons:
-    """U^T [b, r, m] from the transposed factor [b, r, m]."""
+    """From pivots and the transposed factor [b, r, m]."""
     picked = pivots.unsqueeze(1).expand(-1, pivots.shape[1], -1)
     weights = torch.linalg.solve_triangular(factor.gather(2, picked), factor, upper=True)
     identity = torch.eye(pivots.shape[1], dtype=weights.dtype, device=weights.device)

@@ -1,4 +1,4 @@
-"""A balanced tree over data, split at medians along widest sides, and its near and far pairs of nodes."""
+"""A balanced tree over data, with near and far pairs of nodes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -6,12 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Nodes are far apart from this gap on, in larger diameters.
+#: Smallest gap between far nodes, in larger diameters.
 SEPARATION = 0.7
-#: Most near pairs per row for which a tree is refined. The cheapest trees have fewer, in up to four dimensions.
+#: A tree is not refined with more near pairs per row.
 MAX_NEAR_PAIRS = 1.0
-#: Sampled rows, tree depth, and the part of near leaf pairs that means too many dimensions: below .7 with three, 1 with
-#: ten.
+#: Sampled rows, tree depth, and the part of near leaf pairs that means too many dimensions.
 SAMPLE_SIZE, SAMPLE_DEPTH, MOST_NEAR = 2048, 7, 0.95
 
 
@@ -20,9 +19,9 @@ class Nodes:
     """The nodes of one level. Node i has the children 2 i and 2 i + 1.
 
     Attributes:
-        rows: row numbers, [nodes, size]; a smaller node repeats its first row in the last slot.
-        counts: rows of each node, [nodes]: size or size - 1.
-        low, high: corners of the bounding boxes, [nodes, d].
+        rows: row numbers, [nodes, size]; a node with one row less repeats its first row in the last slot.
+        counts: rows of each node, [nodes].
+        low, high: corners of bounding boxes, [nodes, d].
     """
 
     rows: Tensor
@@ -38,28 +37,23 @@ class Nodes:
         return self.rows.shape[1]
 
     def is_own(self) -> Tensor:
-        """Which slots do not repeat a row, [nodes, size]."""
+        """Which slots do not repeat a row."""
         return torch.arange(self.size, device=self.rows.device) < self.counts.unsqueeze(-1)
 
     def diameters(self) -> Tensor:
-        """Of the boxes, [nodes]."""
         return (self.high - self.low).norm(dim=-1)
 
     def gaps(self, left: Tensor, right: Tensor) -> Tensor:
-        """Distances between boxes, for pairs of node numbers [p]; 0 where they touch."""
         return box_gaps(self.low[left], self.high[left], self.low[right], self.high[right])
 
 
 def box_gaps(low: Tensor, high: Tensor, other_low: Tensor, other_high: Tensor) -> Tensor:
-    """Distances between boxes with corners [..., d], [...]; a point is a box, too."""
+    """Distances between boxes with corners [..., d]; 0 if they touch."""
     return (torch.maximum(low, other_low) - torch.minimum(high, other_high)).clamp_min_(0).norm(dim=-1)
 
 
 def balanced_tree(x: Tensor, depth: int) -> Iterator[Nodes]:
-    """The levels of a tree over points x [n, d], the root first, up to level `depth`; level l has 2^l nodes.
-
-    Each is made on demand. There must be as many points as leaves. Cost: a sort of n numbers; memory: n row numbers.
-    """
+    """The levels of a tree over n >= 2^depth points x [n, d], from the root, split at medians of widest sides."""
     rows, points = torch.arange(len(x), device=x.device).unsqueeze(0), x.unsqueeze(0)
     nodes = Nodes(rows, torch.tensor([len(x)], device=x.device), points.amin(1), points.amax(1))
     yield nodes
@@ -69,21 +63,20 @@ def balanced_tree(x: Tensor, depth: int) -> Iterator[Nodes]:
 
 
 def _halved(nodes: Nodes, points: Tensor) -> tuple[Nodes, Tensor]:
-    """Both halves of every node, the first with the middle row, and their points."""
+    """Both halves of every node, and their points."""
     first = (nodes.counts + 1) // 2
     counts = torch.stack([first, nodes.counts - first], dim=1)
     starts = torch.stack([torch.zeros_like(first), first], dim=1).unsqueeze(-1)
     slots = torch.arange((nodes.size + 1) // 2, device=points.device)
     position = starts + torch.where(slots < counts.unsqueeze(-1), slots, 0)
     order = _order_along_widest_side(nodes, points).gather(1, position.flatten(1))
-    # Sorted points, so that a node's are contiguous.
     halves = [part.gather(1, order).view(2 * len(nodes), -1) for part in (nodes.rows, *points.unbind(-1))]
     points = torch.stack(halves[1:], dim=-1)
     return Nodes(halves[0], counts.flatten(), points.amin(1), points.amax(1)), points
 
 
 def _order_along_widest_side(nodes: Nodes, points: Tensor) -> Tensor:
-    """Slots [nodes, size], sorted along the widest side; repeated rows come last."""
+    """Slots [nodes, size]; repeated rows come last."""
     widest = (nodes.high - nodes.low).argmax(-1)
     along = points.gather(2, widest.view(-1, 1, 1).expand(-1, nodes.size, 1)).squeeze(2)
     return along.masked_fill_(~nodes.is_own(), torch.inf).argsort(dim=1, stable=True)
@@ -94,11 +87,11 @@ def _order_along_widest_side(nodes: Nodes, points: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LevelPairs:
-    """Pairs of node numbers i <= j of one level, [2, p], sorted by i and then by j.
+    """Pairs of node numbers i <= j of one level, [2, p], in order.
 
     Attributes:
-        near: close pairs, split on the next level.
-        far: far pairs whose parents are near.
+        near: split on the next level.
+        far: their parents are near.
         gaps: distances between boxes of far pairs.
     """
 
@@ -108,10 +101,7 @@ class LevelPairs:
 
 
 def are_nearly_all_near(x: Tensor, is_negligible: Callable[[Tensor], Tensor]) -> bool:
-    """Whether points x [n, d] have too many dimensions for far pairs.
-
-    Cost: a tree of a sample.
-    """
+    """Whether points x [n, d] have too many dimensions for far pairs, from a sample."""
     generator = torch.Generator().manual_seed(0)
     sample = torch.randperm(len(x), generator=generator, device=generator.device)[:SAMPLE_SIZE].to(x.device)
     if len(sample) < SAMPLE_SIZE:
@@ -126,8 +116,7 @@ def level_pairs(
 ) -> tuple[list[Nodes], list[LevelPairs]]:
     """The levels of a tree and their pairs, from the root; they end where near pairs are too many.
 
-    Every pair of rows is in one far pair of a level, in one near pair of the last, or has an entry that counts as zero
-    (`is_negligible` of its gap).
+    Every pair of rows is in one far pair, in one near pair of the last level, or has an entry that counts as zero.
     """
     levels: list[Nodes] = []
     found: list[LevelPairs] = []
@@ -143,7 +132,7 @@ def level_pairs(
 def _divided(nodes: Nodes, pairs: Tensor, is_negligible: Callable[[Tensor], Tensor]) -> LevelPairs:
     left, right = pairs
     gaps, diameters = nodes.gaps(left, right), nodes.diameters()
-    # Boxes of equal points have diameter 0: a gap of 0 is still near.
+    # Equal points have diameter and gap 0, and are near.
     is_far = (gaps >= SEPARATION * torch.maximum(diameters[left], diameters[right])) & (gaps > 0)
     is_seen = ~is_negligible(gaps)
     far = is_far & is_seen
@@ -151,7 +140,6 @@ def _divided(nodes: Nodes, pairs: Tensor, is_negligible: Callable[[Tensor], Tens
 
 
 def _of_children(pairs: Tensor, num_children: int) -> Tensor:
-    """Pairs i <= j of children of pairs of parents."""
     left, right = 2 * pairs
     children = torch.cat([torch.stack([left + a, right + b]) for a in (0, 1) for b in (0, 1)], dim=1)
     children = children[:, children[0] <= children[1]]

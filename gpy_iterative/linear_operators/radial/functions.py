@@ -1,6 +1,6 @@
 """Radial kernels as functions of a squared distance: k(x, x') = outputscale * f(q), q = |x - x'|^2.
 
-They work in place, in few passes, because element-wise work is most of a product's cost.
+Element-wise work is most of a product's cost, so formulas work in place.
 """
 
 import math
@@ -16,13 +16,13 @@ from torch import Tensor
 class KeOpsFormulas:
     """A radial function in KeOps' language (https://www.kernel-operations.io/keops/api/math-operations.html).
 
-    KeOps computes fractions in float32: only halves, which are exact, are used.
+    KeOps rounds fractions (`RatCst`) to float32; halves are exact.
 
     Attributes:
         value: f, of `{u}` and the variable `alpha`.
         derivative: df/dq (not df/du); 0 at u = 0 where the true one is unbounded.
         alpha_derivative: df/dalpha at fixed q, or None.
-        multiple: factor of all formulas, without other denominators.
+        multiple: factor of all formulas.
     """
 
     value: str
@@ -37,65 +37,64 @@ _LOG2_E = math.log2(math.e)
 
 
 def _decay(r: Tensor, out: Tensor | None = None) -> Tensor:
-    """exp(-r), differentiable without `out`, which may be r. exp2 is faster than exp on a CPU."""
+    # exp2 is faster than exp on a CPU.
     return torch.mul(r, -_LOG2_E, out=out).exp2_()
 
 
 def _exponents_(u: Tensor, scratch: Tensor) -> Tensor:
-    """-r log2(e) for r = sqrt(u), in place; scratch becomes 1 / r. rsqrt is faster than sqrt on a CPU."""
+    """-r log2(e) for r = sqrt(u); scratch becomes 1 / r. rsqrt is faster than sqrt on a CPU."""
     torch.rsqrt(u, out=scratch)
     return torch.addcmul(u.new_zeros(()), u, scratch, value=-_LOG2_E, out=u)
 
 
 def _one_plus_r(exponents: Tensor, exponential: Tensor, out: Tensor) -> Tensor:
-    """(1 + r) exp(-r) from -r log2(e) and exp(-r); `out` may be either."""
+    """(1 + r) exp(-r) from -r log2(e) and exp(-r)."""
     return torch.addcmul(exponential, exponents, exponential, value=-1 / _LOG2_E, out=out)
 
 
 @dataclass(frozen=True)
 class RadialFunction(ABC):
-    """A radial function of `u = scale * q` in the range of `clamp_`; only the rational quadratic has an `alpha`."""
+    """A function f of `u = scale * q`; only the rational quadratic has an `alpha`."""
 
     name: str
 
-    #: Beyond it f is constant: far below rounding, yet above denormal numbers, which are many times slower.
+    #: Larger u count as this one: denormal numbers are slow.
     largest: ClassVar[float] = math.inf
 
-    #: Whether f is not differentiable at 0, and so sensitive to rounding.
+    #: Whether f is not differentiable at q = 0: it is sensitive to rounding.
     has_kink: ClassVar[bool] = False
 
-    #: Constant factor of df/dq, left out of its tiles.
+    #: Factor of df/dq that tiles omit.
     derivative_factor: ClassVar[float] = 1.0
 
-    #: None for functions without KeOps.
     keops: ClassVar[KeOpsFormulas | None] = None
 
     def scale(self, alpha: Tensor | None) -> float | Tensor:
-        """The factor of squared distances in u: [] or [*b, 1, 1]."""
+        """[] or [*b, 1, 1]."""
         return 1.0
 
     def clamp_(self, u: Tensor) -> Tensor:
-        """Moves rounded distances into the formulas' range, in place."""
+        """Moves rounded u into the formulas' range."""
         return u.clamp_(0, self.largest)
 
     def at_exact_distances(self) -> "RadialFunction":
-        """The function for distances without rounding errors."""
+        """The function for q without rounding errors."""
         return self
 
     @abstractmethod
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
-        """f, out of place and differentiable; its derivative at u = 0 is 0 where the true one is unbounded."""
+        """f, differentiable; an unbounded derivative at u = 0 counts as 0."""
 
     @abstractmethod
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        """Overwrites u, perhaps rounded, with f, and a scratch tensor of its shape. Returns u."""
+        """Overwrites u with f, and scratch; returns u."""
 
     @abstractmethod
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `value_`, and df/dq (not df/du) over `derivative_factor` in scratch."""
+        """As `value_`, with df/dq (not df/du) over `derivative_factor` in scratch."""
 
     def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
-        """df/dalpha at fixed q, for the rational quadratic; u may be rounded."""
+        """df/dalpha at fixed q; overwrites u."""
         raise NotImplementedError
 
 
@@ -137,10 +136,10 @@ class _Matern(RadialFunction):
 
 @dataclass(frozen=True)
 class _Matern12(_Matern):
-    """exp(-r); its derivative at 0 is defined as 0.
+    """exp(-r).
 
     Args:
-        noise: squared distances of up to so many rounding errors have derivative 0, not a large random one.
+        noise: u of at most so many rounding errors has derivative 0, not a large random one.
     """
 
     noise: float = 64.0
@@ -221,7 +220,7 @@ class _Matern52(_Matern):
 
 
 def _rational_quadratic_formulas() -> KeOpsFormulas:
-    # KeOps has no log1p, and log(1 + u) has lost the digits of a small u: there it is 2 artanh z with z = u / (2 + u).
+    # KeOps has no log1p. log(1 + u) loses the digits of small u, and is 2 artanh z with z = u / (2 + u).
     z, rest = "{u} * Inv(IntCst(2) + {u})", "Inv(IntCst(11))"
     for odd in (9, 7, 5, 3):  # 1/3 + z^2/5 + z^4/7 + ...
         rest = f"(Inv(IntCst({odd})) + Square({z}) * {rest})"
@@ -258,7 +257,7 @@ class _RationalQuadratic(RadialFunction):
 
     def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         self.clamp_(u)
-        # The difference cancels for small u: four terms of its series are as exact at the boundary.
+        # The difference cancels for small u; four terms of its series are as exact at the boundary.
         small = u < torch.finfo(u.dtype).eps ** 0.2
         series = u.mul(0.8).sub_(0.75).mul_(u).add_(2 / 3).mul_(u).sub_(0.5).mul_(u).mul_(u)
         return self.value(u, alpha) * torch.where(small, series, u / (1 + u) - torch.log1p(u))
@@ -270,5 +269,4 @@ MATERN32 = _Matern32("Matern-3/2")
 MATERN52 = _Matern52("Matern-5/2")
 RATIONAL_QUADRATIC = _RationalQuadratic("rational quadratic")
 
-#: By GPyTorch's `nu`.
 MATERN = {0.5: MATERN12, 1.5: MATERN32, 2.5: MATERN52}

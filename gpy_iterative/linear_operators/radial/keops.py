@@ -1,7 +1,6 @@
 """Products and derivatives of radial kernels by KeOps: one compiled loop, no memory beyond inputs and outputs.
 
-Columns are padded to a few widths, because each formula, input dimension, number of columns and dtype takes seconds to
-compile.
+Columns are padded to a few widths, because each takes seconds to compile.
 """
 
 import hashlib
@@ -25,20 +24,17 @@ try:
 except ImportError:
     Genred, get_build_folder = None, None
 
-#: Compiled widths. On a CPU one column costs as much as 8, and 72 cost two to three times that.
+#: Compiled widths. On a CPU one column costs as much as 8.
 WIDTHS = (8, 32, 72)
 
 
 class RadialKeOps(RadialTiles):
-    """`RadialTiles` with sums by KeOps.
-
-    Dense blocks and rows are tiles. Distances are exact differences.
-    """
+    """`RadialTiles` with products and derivatives by KeOps, from differences of inputs."""
 
     def product(
         self, rows: Rows, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
     ) -> Tensor:
-        if tile is not None:  # another matrix
+        if tile is not None:
             return super().product(rows, columns, rhs, tile)
         x1, x2 = self._scaled_inputs()
         return kernel_sum(self.function, x1[..., rows, :], x2[..., columns, :], self.alpha, rhs)
@@ -47,7 +43,7 @@ class RadialKeOps(RadialTiles):
         return self.product(rows, slice(None), rhs)
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
-        """The derivative for W = weights, in one pass (two without symmetry). Dense weights use tiles."""
+        """See `RadialTiles.derivative`; one pass, or two without symmetry."""
         if not isinstance(weights, BilinearWeights):
             return super().derivative(weights, value=value, alpha=alpha)
         (x1, x2), left, right = self._scaled_inputs(), weights.left, weights.right
@@ -56,7 +52,7 @@ class RadialKeOps(RadialTiles):
         sums = rows[..., dimension:].sum(-2, dtype=torch.float64)
         dx2 = None
         if self.symmetric:
-            sums = sums / 2  # every pair occurs twice
+            sums = sums / 2  # factors of W + W^T
         else:
             dx2 = factor * derivative_sum(self.function, x2, x1, self.alpha, right, left)[..., :dimension]
         dalpha = sums[..., 1] if sums.shape[-1] > 1 else torch.zeros_like(sums[..., 0])
@@ -68,11 +64,7 @@ class RadialKeOps(RadialTiles):
 
 
 def kernel_sum(function: RadialFunction, x: Tensor, y: Tensor, alpha: Tensor | None, v: Tensor) -> Tensor:
-    """sum_j f(x_i, y_j) v_j [*b, n, s], for x [*b, n, d], y [*b, m, d], alpha [*b, 1] and v [*b, m, s], broadcast.
-
-    The inputs contain the scale of f: u = |x - y|^2. Cost: n m (d + s) multiply-adds and one evaluation of f per 72
-    columns.
-    """
+    """sum_j f(|x_i - y_j|^2) v_j [*b, n, s], for x [*b, n, d], y [*b, m, d] and v [*b, m, s]."""
     parts = []
     for columns, width in column_blocks(v.shape[-1]):
         program = _kernel_sum(function, x.shape[-1], width)
@@ -84,9 +76,9 @@ def kernel_sum(function: RadialFunction, x: Tensor, y: Tensor, alpha: Tensor | N
 def derivative_sum(
     function: RadialFunction, x: Tensor, y: Tensor, alpha: Tensor | None, left: Tensor, right: Tensor
 ) -> Tensor:
-    """sum_j (l_i . r_j) [f'(x_i, y_j) (x_i - y_j), f, df/dalpha] [*b, n, d + 1 or d + 2], with f' = df/dq.
+    """sum_j (l_i . r_j) [df/dq (x_i - y_j), f, df/dalpha] for l [*b, n, s] and r [*b, m, s], otherwise as `kernel_sum`.
 
-    For left [*b, n, s] and right [*b, m, s]; the last column is for alpha only. Otherwise as `kernel_sum`.
+    [*b, n, d + 2], without alpha [*b, n, d + 1].
     """
     total = x.new_zeros(())
     for columns, width in column_blocks(left.shape[-1]):
@@ -97,7 +89,7 @@ def derivative_sum(
 
 
 def column_blocks(size: int) -> list[tuple[slice, int]]:
-    """Slices of `size` columns with their padded widths; at least one."""
+    """Slices of `size` columns, and their padded widths."""
     blocks, start = [], 0
     while start < size or not blocks:
         width = next((width for width in WIDTHS if width >= size - start), WIDTHS[-1])
@@ -107,7 +99,7 @@ def column_blocks(size: int) -> list[tuple[slice, int]]:
 
 
 class _Program:
-    """A KeOps reduction, compiled by one process at a time: others could load an unfinished library."""
+    """A KeOps reduction, compiled by one process at a time: others would load an unfinished library."""
 
     def __init__(self, formula: str, variables: list[str]) -> None:
         require_pykeops()
@@ -161,7 +153,7 @@ def _padded(v: Tensor, width: int) -> Tensor:
 
 
 def _over_batch(program: _Program, alpha: Tensor | None, *tensors: Tensor) -> Tensor:
-    """The result for each batch member: KeOps compiles batches separately and broadcasts unreliably."""
+    """The results of all batch members: KeOps broadcasts unreliably."""
     every = tensors if alpha is None else (*tensors, alpha.unsqueeze(-1))
     batch = torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in every))
     members = [tensor.expand(*batch, *tensor.shape[-2:]).reshape(batch.numel(), *tensor.shape[-2:]) for tensor in every]

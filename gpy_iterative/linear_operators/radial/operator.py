@@ -1,6 +1,6 @@
-"""Radial kernel matrices that are never stored: RBF, Matern 1/2, 3/2, 5/2 and rational quadratic.
+"""Radial kernel matrices that are never stored: RBF, Matern and rational quadratic.
 
-Lengthscales, active dimensions and feature extractors stay in autograd; derivatives by scaled inputs are in closed form.
+Derivatives by scaled inputs are in closed form; autograd continues to lengthscales and feature extractors.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from gpy_iterative.linear_operators.tiles.tiles import blocks
 
 
 def _by_vectors(product: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Calls a method for each vector of rhs [*b, n] along batch dimensions that the kernel lacks or has of size 1."""
+    """Calls a method for each vector of rhs [*b, n] with the same kernel."""
 
     @wraps(product)
     def called(operator: "RadialKernelLinearOperator", rhs: Tensor) -> Tensor:
@@ -50,10 +50,9 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         alpha: [*b, 1], rational quadratic only.
         function: from `radial/functions.py`.
         products: how products are computed.
-        cache: shared by all rebuilds; None starts an empty one.
+        cache: where tiles are kept.
 
-    A product with s columns costs n m (d + s) multiply-adds, or n m s once all tiles are kept; the derivative costs one
-    more pass. Memory: O((n + m)(d + s)) and the tile cache.
+    A product with s columns costs n m (d + s) multiply-adds, or n m s with kept tiles; the derivative costs one more pass.
     """
 
     def __init__(
@@ -74,11 +73,11 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         super().__init__(x1, outputscale, **tensors, **options)
         self.x1, self.outputscale, self.x2, self.alpha = x1, outputscale, x2, alpha
         self.function, self.products, self.cache, self.symmetric = function, products, cache, x2 is None
-        self.tile_scale = outputscale.detach().unsqueeze(-1).unsqueeze(-1)  # not in the tiles
+        self.tile_scale = outputscale.detach().unsqueeze(-1).unsqueeze(-1)
 
     @property
     def _is_batched(self) -> bool:
-        """Whether several matrices, not only outputscales, are given."""
+        """Whether members differ in more than outputscales."""
         return self.x1.dim() > 2 or (self.alpha is not None and self.alpha.dim() > 1)
 
     def _make_tiles(self) -> RadialTiles:
@@ -101,7 +100,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return self._rebuild(x1, self.outputscale, None, self.alpha)
 
     def _rebuild(self, x1: Tensor, outputscale: Tensor, x2: Tensor | None, alpha: Tensor | None) -> LinearOperator:
-        """The kernel on other tensors, with its own cache and, for batches, tiles only."""
         products = replace(self.products, far_field=None) if self._is_batched else self.products
         return type(self)(x1, outputscale, x2=x2, alpha=alpha, function=self.function, products=products)
 
@@ -135,7 +133,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         )
 
     def far_field_error(self) -> float | None:
-        """The measured error of far-field entries relative to their standard deviation; None without a far field."""
+        """See `extensions.far_field_error`."""
         tiles = self.tiles()
         field = tiles.far_field() if isinstance(tiles, RadialFarField) else None
         return None if field is None else field.error
@@ -147,7 +145,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     def scale_products(self, rhs: Tensor) -> Tensor:
         """Derivatives [*b, n, d] of K rhs [*b, n] by log s_c, a factor of input coordinate c.
 
-        Cost: one product with 1 + 2d columns, of kept derivatives; several, if vectors of a batch share the kernel.
+        Cost: a product with 1 + 2d columns for each vector.
         """
         return self.tiles().scale_products(rhs.unsqueeze(-1)) * (2 * self.function.derivative_factor * self.tile_scale)
 
@@ -178,7 +176,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return self.x1.detach()
 
     def _full_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """x1, outputscale, x2 and alpha with all batch dimensions."""
         batch, x2 = self.batch_shape, self.x1 if self.x2 is None else self.x2
         return (
             self.x1.expand(*batch, *self.x1.shape[-2:]),
@@ -231,11 +228,10 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return self._on_batches(lambda tensor, extra: tensor.permute(*dims, *range(len(dims), len(dims) + extra)))
 
     def _mul_constant(self, other: float | Tensor) -> LinearOperator:
-        # The cache is kept: tiles do not contain the outputscale.
+        # With the same cache: tiles do not contain the outputscale.
         return type(self)(self.x1, self.outputscale * other, **self._kwargs)
 
     def to_dense(self) -> Tensor:
-        """The matrix [*b, n, m]; O(n m) memory, differentiable."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.representation()):
             return self._differentiable_values()
         result = self.x1.new_empty(self.shape)

@@ -1,17 +1,17 @@
-"""Squared distances between blocks of inputs, as fast as a GEMM and as exact as the kernel needs.
+"""Squared distances between blocks of inputs, by a matrix product.
 
-[-2 x, |x|^2, 1] . [x', 1, |x'|^2] = |x - x'|^2 has rounding errors of the norms' size: in float32 the kernel matrix is
-indefinite where inputs span hundreds of lengthscales. Squared differences of such coordinates are added one by one.
+[-2 x, |x|^2, 1] . [x', 1, |x'|^2] = |x - x'|^2 has rounding errors relative to the norms: in float32, kernel matrices of
+inputs that span hundreds of lengthscales are indefinite. Differences of such coordinates are squared and added.
 """
 
 import torch
 from torch import Tensor
 
-#: Allowed error in squared lengthscales: the kernel's error stays below GPyTorch's smallest default noise, 1e-4.
+#: Allowed error in squared lengthscales; GPyTorch's smallest default noise is 1e-4.
 ALLOWED_ERROR = 3e-5
-#: Up to this many coordinates, functions with a kink at 0 use differences only: very near points determine the lengthscale.
+#: `few` of functions with a kink, whose lengthscale depends on very near points.
 FEW_OF_KINK = 2
-#: The same for k(x, X): a prediction's solve magnifies errors between near data.
+#: `few` of k(x, X): a prediction's solve magnifies errors between near data.
 FEW_OF_PREDICTION = 3
 
 
@@ -20,20 +20,18 @@ class SquaredDistances:
 
     Args:
         x1, x2: inputs [*b, n, d] and [*b, m, d], around a common centre near zero.
-        scale: a constant factor, [] or [*b, 1, 1].
-        few: up to this many coordinates, only differences are used.
+        scale: a constant, [] or [*b, 1, 1].
+        few: up to so many coordinates, only differences are used.
 
     Attributes:
         together, apart: coordinates in the product, and those with differences.
-
-    An entry costs d + 2 multiply-adds, and two element-wise passes per coordinate apart (three for a tensor scale).
     """
 
     def __init__(self, x1: Tensor, x2: Tensor, scale: float | Tensor, *, few: int = 0) -> None:
         left, right = x1.detach() * scale**0.5, x2.detach() * scale**0.5
         self.batch_shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
         self.together, self.apart = _by_spread(left, right, few)
-        # Not multiplied by the scale's root: they round as without tiles.
+        # Not scaled, to round as without tiles.
         self._x1, self._x2, self._scale = x1.detach().expand_as(left), x2.detach().expand_as(right), scale
         left, right = left[..., self.together], right[..., self.together]
         norms = [x.square().sum(-1, keepdim=True) for x in (left, right)]
@@ -43,7 +41,7 @@ class SquaredDistances:
     def block(
         self, rows: slice | Tensor, columns: slice, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        """A block [*b, rows, columns], perhaps slightly negative; `out` and `scratch` are overwritten."""
+        """A block [*b, rows, columns], perhaps slightly negative; overwrites `out` and `scratch`."""
         u = torch.matmul(self._left[..., rows, :], self._right[..., columns, :].mT, out=out)
         for coordinate in self.apart:
             difference = self.difference(coordinate, rows, columns, out=scratch)
@@ -54,23 +52,20 @@ class SquaredDistances:
         return u
 
     def difference(self, coordinate: int, rows: slice | Tensor, columns: slice, out: Tensor | None = None) -> Tensor:
-        """x1 - x2 of one coordinate, [*b, rows, columns]."""
+        """x1 - x2 of one coordinate."""
         left, right = self._x1[..., rows, coordinate], self._x2[..., columns, coordinate]
         return torch.sub(left.unsqueeze(-1), right.unsqueeze(-2), out=out)
 
 
 def few_coordinates(*, has_kink: bool, is_symmetric: bool) -> int:
-    """`few` of `SquaredDistances` for a kernel matrix."""
+    """`few` for a kernel matrix."""
     if not is_symmetric:
         return FEW_OF_PREDICTION
     return FEW_OF_KINK if has_kink else 0
 
 
 def differentiable_squared_distances(x1: Tensor, x2: Tensor | None) -> Tensor:
-    """|x1_i - x2_j|^2 [*b, n, m] with a graph, as exact as `SquaredDistances`; x2 None is x1.
-
-    Memory: O(n m), once more for each coordinate apart.
-    """
+    """|x1_i - x2_j|^2 [*b, n, m], differentiable; x2 None is x1."""
     left, right = x1, x1 if x2 is None else x2
     few = few_coordinates(has_kink=True, is_symmetric=x2 is None)
     together, apart = _by_spread(left.detach(), right.detach(), few)
@@ -81,20 +76,19 @@ def differentiable_squared_distances(x1: Tensor, x2: Tensor | None) -> Tensor:
         distances = distances + (left[..., coordinate].unsqueeze(-1) - right[..., coordinate].unsqueeze(-2)).square()
     if x2 is not None:
         return distances
-    # Exactly zero, with gradient zero.
     return distances.masked_fill(torch.eye(x1.shape[-2], dtype=torch.bool, device=x1.device), 0.0)
 
 
 def needs_differences(x1: Tensor, x2: Tensor) -> bool:
-    """Whether one product may exceed the allowed rounding error."""
+    """Whether a matrix product may exceed the allowed rounding error."""
     centre = x2.detach().mean(-2, keepdim=True)
     return bool(_by_spread(x1.detach() - centre, x2.detach() - centre, FEW_OF_KINK)[1])
 
 
 def _by_spread(x1: Tensor, x2: Tensor, few: int) -> tuple[list[int], list[int]]:
-    """Coordinates whose rounding errors sum to less than allowed, and the others.
+    """Coordinates whose rounding errors add up to less than allowed, and the others.
 
-    The errors are those at the average distance from the centre: extreme outliers would split off all coordinates.
+    Errors are those at the mean squared distance from the centre: single outliers do not count.
     """
     if x1.shape[-1] <= few:
         return [], list(range(x1.shape[-1]))
@@ -104,6 +98,6 @@ def _by_spread(x1: Tensor, x2: Tensor, few: int) -> tuple[list[int], list[int]]:
     spread = torch.stack(mean_squares).amax(0).double()
     order = spread.argsort()
     error = torch.finfo(x1.dtype).eps * spread[order].cumsum(0)
-    # NaN counts as together: it raises where the matrix is used.
+    # NaN counts as together, and raises where the matrix is used.
     count = int((~(error > ALLOWED_ERROR)).sum())
     return sorted(order[:count].tolist()), sorted(order[count:].tolist())

@@ -1,7 +1,7 @@
 """Tiles of a radial kernel matrix, and derivatives of a weighted sum of its entries.
 
 With G the weights times df/dq, the derivative by x_i is sum_j 2 G_ij (x_i - x_j): from G x and G 1, or from differences
-for coordinates that `SquaredDistances` takes apart, which would lose digits.
+for coordinates apart (`SquaredDistances`), which would lose digits.
 """
 
 import threading
@@ -20,7 +20,7 @@ from gpy_iterative.linear_operators.tiles.cache import Key, TileCache
 from gpy_iterative.linear_operators.tiles.operator import TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
 
-#: Overwrites two tensors with f and df/dq over its factor.
+#: Overwrites tensors with f and df/dq over its factor.
 EvaluateBoth = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -28,7 +28,7 @@ class RadialTiles(Tiles):
     """f(|x1_i - x2_j|^2) in tiles, without the outputscale; symmetric when x2 is None.
 
     Args:
-        x1, x2: scaled inputs [*b, n, d] and [*b, m, d] (or None).
+        x1, x2: scaled inputs [*b, n, d] and [*b, m, d].
         function, alpha: the radial function, and its alpha [*b, 1] or None.
     """
 
@@ -46,9 +46,8 @@ class RadialTiles(Tiles):
         self.alpha = None if alpha is None else alpha.detach()
         self._function, self.products = function, products
         batches = [tensor.shape[:-dims] for tensor, dims in ((x1, 2), (self.x2, 2), (alpha, 1)) if tensor is not None]
-        # Not detached: the cache recognises tensors.
+        # Not detached: the cache compares tensors by identity.
         owner = tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None)
-        # One evaluation gives f and df/dq; KeOps keeps nothing.
         self._keeps_derivatives = products.backend != "keops" and any(tensor.requires_grad for tensor in owner)
         super().__init__(
             torch.Size((*torch.broadcast_shapes(*batches), x1.shape[-2], self.x2.shape[-2])),
@@ -63,7 +62,6 @@ class RadialTiles(Tiles):
 
     @cached_property
     def distances(self) -> SquaredDistances:
-        """Made only when an entry is evaluated."""
         function = self._function
         few = few_coordinates(has_kink=function.has_kink, is_symmetric=self.symmetric)
         return SquaredDistances(self.x1, self.x2, function.scale(self.alpha), few=few)
@@ -88,7 +86,7 @@ class RadialTiles(Tiles):
     def _squared_distances(
         self, rows: slice | Tensor, columns: slice, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        """Squared distances, perhaps slightly negative; exactly zero from a point to itself."""
+        """See `SquaredDistances.block`; exactly zero from a point to itself."""
         u = self.distances.block(rows, columns, out, scratch)
         if self.symmetric and isinstance(rows, slice):
             first_row, first_column = rows.indices(self.shape[-2])[0], columns.indices(self.shape[-1])[0]
@@ -103,13 +101,13 @@ class RadialTiles(Tiles):
         return self.kept_value((i, j), self.tile_shape(i, j), evaluate, evaluate_both)
 
     def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
-        """Tiles (i, j) of f and of df/dq over its factor; see `tile`."""
+        """Tiles (i, j) of f and df/dq; see `tile`."""
         return self.kept_pair((i, j), self.tile_shape(i, j), partial(self._evaluate_both, i, j))
 
     def kept_value(
         self, key: Key, shape: torch.Size, evaluate: Callable[[Tensor], Tensor], evaluate_both: EvaluateBoth
     ) -> Tensor:
-        """Entries of f, see `kept`, with those of df/dq beside them."""
+        """See `kept`; one evaluation gives entries of f and df/dq to keep."""
 
         def to_keep(out: Tensor) -> None:
             kept = None
@@ -122,7 +120,7 @@ class RadialTiles(Tiles):
         return self.kept(key, shape, evaluate, to_keep)
 
     def kept_pair(self, key: Key, shape: torch.Size, evaluate_both: EvaluateBoth) -> tuple[Tensor, Tensor]:
-        """Entries of f and of df/dq over its factor: both kept, or both new."""
+        """Entries of f and df/dq, both kept or both new."""
         if self._keeps_derivatives:
             value, derivative = self.cache.tiles.get(key), self.cache.derivatives.tiles.get(key)
             if value is not None and derivative is not None:
@@ -138,11 +136,11 @@ class RadialTiles(Tiles):
         return u, derivative
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> "RadialDerivative":
-        """The derivative for W = weights; without `value` or `alpha` that part is 0."""
+        """See `RadialDerivative`, for W = weights; without `value` or `alpha` that part is 0."""
         apart, batch = self.distances.apart, weights.batch_shape
         x1 = self._with_ones(self.x1, batch)
         x2 = x1 if self.symmetric else self._with_ones(self.x2, batch)
-        # In float64, because terms cancel.
+        # Terms cancel.
         zeros = partial(self.x1.new_zeros, dtype=torch.float64)
 
         def share(visits: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -174,9 +172,9 @@ class RadialTiles(Tiles):
         return RadialDerivative(*found)
 
     def scale_products(self, rhs: Tensor) -> Tensor:
-        """sum_j G_ij (x_i - x_j)^2 rhs_j by coordinate, [*b, n, d], with G = df/dq over its factor, for rhs [*b, n, 1].
+        """sum_j G_ij (x_i - x_j)^2 a_j [*b, n, d] with a = rhs [*b, n, 1] and G = df/dq over its factor.
 
-        x^2 (G a) - 2 x G (x a) + G (x^2 a) for coordinates together, differences for those apart.
+        It is x^2 (G a) - 2 x G (x a) + G (x^2 a) for coordinates together.
         """
         whole = slice(None)
         derivative = lambda i, j: self.value_and_derivative(i, j)[1]
@@ -192,7 +190,6 @@ class RadialTiles(Tiles):
         return found
 
     def alpha_product(self, rhs: Tensor) -> Tensor:
-        """df/dalpha [*b, n, m] times rhs [*b, m, s]."""
         return self.product(slice(None), slice(None), rhs, self._alpha_derivative)
 
     def _alpha_derivative(self, i: int, j: int) -> Tensor:
@@ -208,7 +205,7 @@ class RadialTiles(Tiles):
         return RowBlocks.of(vectors.expand(*batch, *vectors.shape[-2:]), x.shape[-2], self.length)
 
     def _of_inputs(self, sums: Tensor, inputs: RowBlocks) -> Tensor:
-        """2 sum_j G_ij (x_i - x_j), [*b, n, d], from G x and G 1."""
+        """2 sum_j G_ij (x_i - x_j) from G x and G 1."""
         products, ones = sums.split([sums.shape[-2] - 1, 1], dim=-2)
         differences = RowBlocks(ones * inputs.data[..., :-1, :] - products, inputs.num_rows).vectors()
         return (2 * self.function.derivative_factor * differences).to(self.x1.dtype)
@@ -237,19 +234,19 @@ class RadialDerivative:
 class _CompiledLoop:
     """The passes over a tile in one loop.
 
-    torch.compile compiles one code object only a few times (by dimensions, lengths of one, threads), then runs it
-    uncompiled. So every function and dtype has its own code, uniform tiles (`_flat`), and one compiling thread.
+    torch.compile compiles a code object a few times only, then runs it uncompiled. So every function and dtype has its own
+    code object, tiles have one or two dimensions (`_flat`), and one thread compiles.
     """
 
     def __init__(self, evaluate: FunctionType, function: RadialFunction, dtype: torch.dtype) -> None:
         evaluate.__code__ = evaluate.__code__.replace(co_name=f"{evaluate.__name__}_{function.name}_{dtype}")
-        # No graph cache on disk: it ignores the processor, and AVX-512 code gives wrong numbers without AVX-512.
+        # The graph cache on disk ignores the processor: AVX-512 code gives wrong numbers without AVX-512.
         self._evaluate = torch.compile(evaluate, dynamic=True, options={"fx_graph_cache": False})
         self._lock = threading.Lock()
         self._compiled: set[tuple[object, ...]] = set()
 
     def __call__(self, tiles: Tensor, *others: Tensor | None) -> None:
-        # Detached: views are compiled for their base's dimensions, too.
+        # Views are also compiled by the dimensions of their base.
         given = [None if tensor is None else tensor.detach() for tensor in (tiles, *others)]
         is_one = tuple(size == 1 for size in tiles.shape)
         variant = (is_one, tiles.device, torch.get_num_threads(), torch.is_inference_mode_enabled())

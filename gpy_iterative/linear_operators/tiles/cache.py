@@ -1,4 +1,4 @@
-"""Cache of evaluated tiles, shared by linear operators that are rebuilt from the same tensors."""
+"""Cache of evaluated tiles, shared by linear operators of the same tensors."""
 
 import threading
 import weakref
@@ -17,7 +17,7 @@ Key = tuple[int, int]
 
 
 class Precedence(IntEnum):
-    """A tile may take the memory of tiles of a later kind, the last kind first."""
+    """Tiles may take the memory of later kinds, the last kind first."""
 
     LOW_PRECISION = 0
     NATIVE = 1
@@ -25,10 +25,7 @@ class Precedence(IntEnum):
 
 
 class _Pool:
-    """Caches under one budget.
-
-    `changed` is held while caches change, and notified when a product or an evaluation has finished.
-    """
+    """Caches under one budget; `changed` is notified after products and evaluations."""
 
     def __init__(self) -> None:
         self.members: list[weakref.ref[TileCache]] = []
@@ -42,15 +39,12 @@ class _Pool:
 
 
 class TileCache:
-    """Tiles by row and column, up to a number of bytes.
-
-    When its owner's tensors change, the tiles are dropped and their memory is reused.
+    """Tiles by row and column. When their tensors change, they are dropped and their memory is reused.
 
     Attributes:
-        tiles: the kept tiles.
         own_bytes: memory of kept and spare tiles.
-        derivatives: cache of the native tiles' derivatives, dropped with them; None for other kinds.
-        low_precision: cache of float32 tiles, with its own owner; None for other kinds.
+        derivatives: cache of native tiles' derivatives; None for other kinds.
+        low_precision: cache of float32 tiles; None for other kinds.
     """
 
     def __init__(self, pool: _Pool | None = None, *, precedence: Precedence = Precedence.NATIVE) -> None:
@@ -79,10 +73,7 @@ class TileCache:
 
     @contextmanager
     def serving(self, *tensors: Tensor) -> Iterator[None]:
-        """Context for these tensors; tiles of others, and their derivatives, are dropped.
-
-        Threads with the same tensors may enter together; others wait.
-        """
+        """Drops tiles of other tensors, when no thread uses them."""
         with self._pool.changed:
             while self._users and not self._owner.are(tensors):
                 self._pool.changed.wait()
@@ -101,7 +92,7 @@ class TileCache:
                 self._pool.changed.notify_all()
 
     def structure(self, make: Callable[[], object]) -> object:
-        """The result of one call of `make` for the tensors that are served now."""
+        """The result of `make`, called once for the tensors that are served."""
         with self._making:
             if not self._structure:
                 self._structure = [make()]
@@ -110,7 +101,7 @@ class TileCache:
     def evaluate(
         self, key: Key, shape: torch.Size, like: Tensor, budget: int, evaluate: Callable[[Tensor], object]
     ) -> Tensor | None:
-        """A new tile, which `evaluate` writes; None where the budget has no room."""
+        """A new tile, which `evaluate` writes; None if the budget has no room."""
         with self._pool.changed:
             tile = self._memory(shape, like, budget)
         if tile is None:
@@ -138,9 +129,9 @@ class TileCache:
         return new_memory(shape, like)
 
     def _makes_room(self, size: int, budget: int) -> bool:
-        """Drops tiles of later kinds to fit so many bytes into the budget; False where they do not fit.
+        """Drops tiles of later kinds until so many bytes fit into the budget; False if they cannot.
 
-        It waits for tiles that other threads evaluate, without deadlock: these ask only for memory of a later kind.
+        It waits for tiles that other threads evaluate. These ask only for memory of later kinds, so there is no deadlock.
         """
         if self._pool.num_bytes() + size > budget:
             for key in list(self._spare):
@@ -155,7 +146,7 @@ class TileCache:
         return self._pool.num_bytes() + size <= budget
 
     def _drop_one(self) -> bool:
-        """Drops a spare tile, or else the last one; False where all are being evaluated."""
+        """Drops a spare tile or the last one; False if all are being evaluated."""
         spare = next((tiles for tiles in self._spare.values() if tiles), None)
         if spare is None and not self.tiles:
             return False
@@ -172,10 +163,7 @@ class TileCache:
         self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
 
     def in_float32(self, tensor: Tensor) -> Tensor:
-        """The tensor in float32 (integers unchanged), without gradient.
-
-        It is one object while the tensor is unchanged, so that low-precision copies share tiles.
-        """
+        """The tensor in float32, or integers: one object, so that low-precision copies share tiles."""
         known = self._in_float32.get(tensor)
         if known is None or not known[0].are([tensor]):
             single = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
@@ -196,14 +184,14 @@ def new_memory(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 class TileCaches:
-    """One cache for every kernel of a prior, under one budget."""
+    """The caches of a prior's kernels, under one budget."""
 
     def __init__(self) -> None:
         self._pool = _Pool()
         self._caches: dict[str, TileCache] = {}
 
     def take(self, path: str) -> TileCache:
-        """The cache of the kernel at a path in the prior, for example "base_kernel.kernels.0"."""
+        """The cache of the kernel at a path, such as "base_kernel.kernels.0"."""
         if path not in self._caches:
             self._caches[path] = TileCache(self._pool)
         return self._caches[path]

@@ -15,12 +15,12 @@ from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
 
 
 class BilinearWeights:
-    """Weights W = L R^T of the sum of W_ij K_ij that is differentiated, for L [*b, n, s] and R [*b, m, s].
+    """Weights W = L R^T in sum_ij W_ij K_ij, for L [*b, n, s] and R [*b, m, s].
 
     Attributes:
-        batch_shape: broadcast batch shape of W and K.
-        tensors: that define W.
-        left, right: factors of W, or of W + W^T for a symmetric matrix.
+        batch_shape: of W and K, broadcast.
+        tensors: L and R.
+        left, right: factors of W, or of W + W^T for a symmetric K.
     """
 
     def __init__(self, left: Tensor, right: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
@@ -38,22 +38,18 @@ class BilinearWeights:
 
     @cached_property
     def _blocks(self) -> tuple[RowBlocks, RowBlocks]:
-        """The factors at rows and columns of tiles."""
         left, right = (RowBlocks.of(factor, factor.shape[-2], self._length) for factor in (self.left, self.right))
         return left, right
 
     def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
-        """W at the tile (i, j), [*b, rows, columns], perhaps in `out`; the caller may overwrite it.
-
-        For a symmetric matrix, the weights of (i, j) and (j, i) are added.
-        """
+        """W at the tile (i, j), which the caller may overwrite; for a symmetric K, plus the one at (j, i)."""
         rows, columns = self._blocks
         product = torch.matmul(rows.blocks[i].mT, columns.blocks[j], out=out)
         return product.mul_(0.5) if self._is_symmetric and i == j else product
 
 
 class MatrixWeights:
-    """The same for W as a dense matrix [*b, n, m]."""
+    """A dense W [*b, n, m]; see `BilinearWeights`."""
 
     def __init__(self, matrix: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, matrix.shape[:-2])
@@ -74,14 +70,9 @@ TileWeights = BilinearWeights | MatrixWeights
 class TiledLinearOperator(LinearOperator):
     """A linear operator made of tiles, times a scale.
 
-    Subclasses make the tiles (`_make_tiles`), differentiate a weighted sum of them (`_tile_derivatives`), and define
-    every derivative by plain autograd (`_differentiable_matmul`).
-
     Attributes:
         symmetric: whether rows and columns are the same points.
-        tile_scale: [*b, 1, 1] or [], factor of every tile.
-        products: how products are computed.
-        cache: where tiles are kept.
+        tile_scale: [*b, 1, 1] or [].
 
     Threads may share an operator. Operators that share a cache but not their tensors wait for each other.
     """
@@ -98,11 +89,11 @@ class TiledLinearOperator(LinearOperator):
         raise NotImplementedError
 
     def _tile_derivatives(self, weights: TileWeights) -> tuple[Tensor | None, ...]:
-        """Derivatives of the weighted sum with respect to `representation()`."""
+        """Derivatives of sum_ij W_ij K_ij by `representation()`."""
         raise NotImplementedError
 
     def tiles(self) -> Tiles:
-        """The tiles without the scale; one object serves all products."""
+        """The tiles without the scale: one object while tensors are unchanged."""
         kept: Tiles | None = self.__dict__.get("_tiles")
         if kept is None or not kept.seen.are(kept.owner):
             kept = self.__dict__["_tiles"] = self._make_tiles()
@@ -125,8 +116,8 @@ class TiledLinearOperator(LinearOperator):
         return self._tile_derivatives(BilinearWeights(left_vecs, right_vecs, self.batch_shape, self.tiles()))
 
     def _differentiable_derivatives(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        """`_bilinear_derivative` by plain autograd, O(n m) memory."""
-        # Views: the vectors may depend on the operator's tensors, and are held fixed here.
+        """`_bilinear_derivative` by autograd, O(n m) memory."""
+        # Views: vectors that depend on the operator's tensors are constant here.
         own = [tensor.view_as(tensor) for tensor in self.representation()]
         wanted = [tensor for tensor in own if tensor.requires_grad]
         if not wanted:
@@ -156,7 +147,7 @@ class TiledLinearOperator(LinearOperator):
         return self.tiles().principal_block(block).mul_(self.tile_scale)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
-        return self.tiles().dense_rows(rows) * self.tile_scale  # not in place: several scales may share tiles
+        return self.tiles().dense_rows(rows) * self.tile_scale  # may have more batch dimensions
 
     def low_precision_copy(self) -> LinearOperator:
         self.products.check(self.dtype)

@@ -1,7 +1,7 @@
 """A kernel matrix shared by the processes of a `torch.distributed` group.
 
-Each tile belongs to one rank; an all-reduce adds the partial sums, bitwise equal on all ranks, so that equal programs
-decide alike. Each sum checks this: a rank with other data or another seed would block the group or spoil its results.
+Each tile belongs to one rank. An all-reduce adds the partial sums, and must be bitwise equal on all ranks, so that they
+decide alike.
 """
 
 import os
@@ -17,7 +17,7 @@ from gpy_iterative.errors import RankLostError, RanksDisagreeError
 
 
 def check_group(group: "dist.ProcessGroup | Literal['world'] | None") -> None:
-    """Raises ValueError for a group that is not initialised or lacks this process, TypeError for no group but None."""
+    """Raises ValueError for a group that is not initialised or lacks this process, TypeError for no group."""
     if group is None:
         return
     is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
@@ -39,8 +39,6 @@ def check_group(group: "dist.ProcessGroup | Literal['world'] | None") -> None:
 
 
 class Ranks:
-    """The processes that share one matrix."""
-
     def __init__(self, group: "dist.ProcessGroup | Literal['world']") -> None:
         check_group(group)
         self._given = group
@@ -48,28 +46,27 @@ class Ranks:
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        """The default group is not stored: gloo crashes when a model outlives `destroy_process_group()`."""
+        # The default group is not stored: gloo crashes when a model outlives `destroy_process_group()`.
         return dist.group.WORLD if self._given == "world" else self._given
 
     @property
     def on_this_machine(self) -> int:
-        """Number of ranks that share this machine's memory: torchrun's value, otherwise all."""
+        """Number of ranks on this machine, from torchrun; otherwise all."""
         return min(int(os.environ.get("LOCAL_WORLD_SIZE", self.size)), self.size)
 
     def owns(self, i: int, j: int) -> bool:
-        """Whether this rank owns the tile (i, j): every row, column, diagonal and block is shared equally."""
+        """Whether this rank owns the tile (i, j): rows, columns, diagonals and blocks are shared equally."""
         return (i + j) // 2 % self.size == self.rank
 
     def part(self, count: int) -> slice:
-        """A contiguous share of range(count)."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def agree(self, description: str, tensors: Sequence[Tensor]) -> None:
         """Checks that all ranks have the same matrix.
 
         Args:
-            description: what the matrix's shape and tiles depend on.
-            tensors: what its entries depend on.
+            description: of its shape and tiles.
+            tensors: that its entries depend on.
 
         Raises:
             RanksDisagreeError: the matrices differ.
@@ -86,17 +83,17 @@ class Ranks:
         self._compare(f"a kernel matrix of {description}", tensors, "other inputs or hyperparameters")
 
     def sum_(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Replaces partial sums by the sums over all ranks, in place.
+        """Replaces partial sums by the sums over all ranks.
 
         Args:
-            partial: this rank's sums.
+            partial: this rank's sums, overwritten.
             given: the other factors of the sums, equal on every rank.
 
-        Cost: one all-reduce of two numbers per rank, then one of the sums' size for each dtype.
+        Cost: one all-reduce of two numbers per rank, and one of the sums for each dtype.
 
         Raises:
             RanksDisagreeError: the ranks compute different sums, or `given` differs.
-            RankLostError: a rank ended, or did not answer within the group's timeout.
+            RankLostError: a rank ended, or did not answer in time.
         """
         if self.size == 1:
             return
@@ -110,7 +107,7 @@ class Ranks:
                 tensor.copy_(total.view(tensor.shape))
 
     def _compare(self, call: str, contents: Sequence[Tensor], difference: str) -> None:
-        """Checks for equality by a message of fixed size, since backends end the process where sizes differ."""
+        """Compares by a message of fixed size: backends end the process if sizes differ."""
         facts = torch.zeros(self.size, 2, dtype=torch.int64, device=contents[0].device)
         facts[self.rank, 0] = zlib.crc32(call.encode())
         facts[self.rank, 1] = _checksum(contents)
@@ -142,12 +139,12 @@ class Ranks:
 
 
 def _checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """A hash of the entries' bits and their order."""
+    """A hash of the entries' bits and order."""
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
         values = tensor.detach()
         values = (values if values.element_size() >= 4 else values.float()).contiguous()
-        # Flat first: dimensions of size 1 may have any stride, which a view with another element size refuses.
+        # Flat, because view(dtype) refuses strides that dimensions of size 1 may have.
         flat = values.as_strided((values.numel(),), (1,)).view(torch.int32)
         bits = flat.view(values.shape[:-1].numel(), -1) if values.numel() else flat.unsqueeze(0)
         # Odd factors; int64 overflow wraps around.

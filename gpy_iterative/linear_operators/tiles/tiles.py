@@ -1,7 +1,4 @@
-"""Kernel matrices in square tiles, and their products.
-
-Of a symmetric matrix only the upper triangle is evaluated. Tiles that are not kept are evaluated for every product.
-"""
+"""Kernel matrices in square tiles, and their products."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -17,14 +14,13 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import Key, TileCache, new_memory
 from gpy_iterative.worker_threads import ByDevice, run, shares, summed
 
-#: Numbers of columns that a CPU multiplies from the right.
+#: Numbers of columns that CPUs multiply faster from the right.
 FEW_COLUMNS = range(2, 9)
-#: Entries of picked rows evaluated at a time: they stay in a CPU's cache, or bound an accelerator's memory.
+#: Entries of picked rows evaluated at a time.
 PICKED_ENTRIES = ByDevice(cpu=2**20, accelerator=2**24)
 
 
 def blocks(stop: int, length: int, start: int = 0) -> list[slice]:
-    """Contiguous slices of this length that cover range(start, stop); the last may be shorter."""
     return [slice(first, min(first + length, stop)) for first in range(start, stop, length)]
 
 
@@ -33,18 +29,17 @@ def _tiles_of(start: int, stop: int, length: int) -> range:
 
 
 class RowBlocks:
-    """Vectors [*b, n, s] at rows of neighbouring tiles: one contiguous, transposed block [*b, s, rows] each.
+    """Vectors [*b, n, s] by rows of tiles: a contiguous block [*b, s, rows] each.
 
     Args:
         data: [*b, blocks, s, length]; rows beyond the matrix are zero.
-        size: rows of the whole matrix.
+        size: rows of the matrix.
         first: number of the first tile.
     """
 
     def __init__(self, data: Tensor, size: int, first: int = 0) -> None:
         self.data, self.numbers = data, range(first, first + data.shape[-3])
         self.num_rows = min(size - first * data.shape[-1], data.shape[-3] * data.shape[-1])
-        #: Views [*b, s, rows] by tile.
         self.blocks = dict(zip(self.numbers, data.unbind(-3), strict=True))
         if self.blocks:
             last = self.numbers[-1]
@@ -52,7 +47,7 @@ class RowBlocks:
 
     @classmethod
     def of(cls, vectors: Tensor, size: int, length: int, start: int = 0) -> "RowBlocks":
-        """Blocks of vectors [*b, n, s] from row `start` on; other rows of their tiles are zero."""
+        """Blocks of vectors [*b, n, s] at rows from `start` on, with zeros in other rows of their tiles."""
         first, before = divmod(start, length)
         count = -(-(before + vectors.shape[-2]) // length)
         after = count * length - before - vectors.shape[-2]
@@ -60,7 +55,6 @@ class RowBlocks:
         return cls(padded.mT.clone(memory_format=torch.contiguous_format), size, first)
 
     def vectors(self) -> Tensor:
-        """[*b, rows of the tiles, s]."""
         return self.data.mT.flatten(-3, -2)[..., : self.num_rows, :]
 
 
@@ -98,13 +92,10 @@ class Tiles(ABC):
 
     @abstractmethod
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        """Any block, newly evaluated; the caller may overwrite it."""
+        """Any block, which the caller may overwrite."""
 
     def tile(self, i: int, j: int) -> Tensor:
-        """The tile (i, j), [*b, rows, columns]: read-only, valid until the thread's next call.
-
-        Call it only inside `cache.serving(*owner)`.
-        """
+        """The tile (i, j), read-only, valid until the thread's next call. Call it only inside `cache.serving(*owner)`."""
         evaluate = partial(self.evaluate, i, j)
         return self.kept((i, j), self.tile_shape(i, j), evaluate, evaluate)
 
@@ -115,26 +106,25 @@ class Tiles(ABC):
         evaluate: Callable[[Tensor], Tensor],
         evaluate_to_keep: Callable[[Tensor], object],
     ) -> Tensor:
-        """The entries of a key: from the cache, or new, and then kept if there is room."""
+        """The entries of a key, kept if there is room."""
         kept = self.cache.tiles.get(key)
         if kept is None and self._budget > 0:
             kept = self.cache.evaluate(key, shape, self._like, self._budget, evaluate_to_keep)
         return evaluate(self.scratch(shape, 0)) if kept is None else kept
 
     def tile_shape(self, i: int, j: int) -> torch.Size:
-        """[*b, rows, columns]."""
         rows, columns = self.rows[i], self.columns[j]
         return torch.Size((*self.shape[:-2], rows.stop - rows.start, columns.stop - columns.start))
 
     def scratch(self, shape: tuple[int, ...], which: int) -> Tensor:
-        """Working memory: one tensor for each thread, shape and number."""
+        """Working memory of this thread."""
         known, key = self._memory.__dict__, (shape, which)
         if key not in known:
             known[key] = new_memory(shape, self._like)
         return known[key]
 
     def visits(self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None) -> list[tuple[int, int]]:
-        """Tiles (i, j) of this process for some rows and columns of tiles; None is all."""
+        """Tiles (i, j) of this process for some rows and columns of tiles."""
         rows = range(len(self.rows)) if rows is None else rows
         columns = range(len(self.columns)) if columns is None else columns
         tiles = [(i, j) for i in rows for j in columns]
@@ -145,9 +135,9 @@ class Tiles(ABC):
     def product(
         self, rows: slice, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
     ) -> Tensor:
-        """Some rows and columns of the matrix times rhs [*b, len(columns), s], made of whole tiles.
+        """Some rows and columns of the matrix times rhs [*b, len(columns), s].
 
-        `tile` evaluates another matrix of the same shape and symmetry; None is `self.tile`.
+        `tile` evaluates another matrix of the same shape and symmetry.
         """
         tile = self.tile if tile is None else tile
         start, stop, _ = rows.indices(self.shape[-2])
@@ -182,12 +172,11 @@ class Tiles(ABC):
         return result
 
     def sums(self, share: Callable[[Sequence[tuple[int, int]]], list[Tensor]]) -> list[Tensor]:
-        """Sums over this process's tiles; `share` sums over some tiles."""
         with self.cache.serving(*self.owner):
             return summed(share, self.visits(), self._like.device)
 
     def complete(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Adds the other processes' sums to this process's, in place; `given` and errors as in `Ranks.sum_`."""
+        """Adds the other processes' sums; see `Ranks.sum_`."""
         if self.ranks is None:
             return
         if not self._agreed:
@@ -196,13 +185,13 @@ class Tiles(ABC):
         self.ranks.sum_(partial, given)
 
     def layout(self) -> tuple[str, list[Tensor]]:
-        """What must be equal on all processes; see `Ranks.agree`."""
+        """The arguments of `Ranks.agree`."""
         return f"shape {tuple(self.shape)}, rows in tiles of {self.length}", list(self.owner)
 
     # Parts that are evaluated and not kept
 
     def picked_product(self, rows: Tensor, rhs: Tensor) -> Tensor:
-        """Arbitrary rows times rhs [m, s], without batch dimensions. Processes share the columns."""
+        """Arbitrary rows of an unbatched matrix times rhs [m, s]."""
         part = slice(0, self.shape[-1]) if self.ranks is None else self.ranks.part(self.shape[-1])
 
         def multiply(share: Sequence[slice]) -> Tensor:
@@ -216,7 +205,7 @@ class Tiles(ABC):
         return result
 
     def dense_rows(self, rows: Tensor) -> Tensor:
-        """Dense rows [*b, len(rows), m], whole on every process."""
+        """Dense rows [*b, len(rows), m], on every process."""
         result = self._like.new_empty(*self.shape[:-2], len(rows), self.shape[-1])
 
         def fill(share: Sequence[slice]) -> None:
@@ -232,7 +221,7 @@ class Tiles(ABC):
         return shares(tasks, self._like.device)
 
     def principal_block(self, block: slice) -> Tensor:
-        """A dense diagonal block that the caller may overwrite, whole and equal on every process."""
+        """A dense diagonal block that the caller may overwrite, on every process."""
         if not self.symmetric:
             raise ValueError("A rectangular kernel matrix has no principal blocks.")
         start, stop, _ = block.indices(self.shape[-1])
