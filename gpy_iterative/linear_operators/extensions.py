@@ -23,7 +23,6 @@ from torch import Tensor
 MAX_NUMBERS = 2**25
 
 Rows = slice | Tensor
-Derivatives = tuple[Tensor | None, ...]
 Operation = ParamSpec("Operation")
 
 
@@ -116,7 +115,7 @@ def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
     return operator.dense_rows(rows) if hasattr(operator, "dense_rows") else to_dense(operator[..., rows, :])
 
 
-def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
+def matrix_derivative(operator: LinearOperator, weights: Tensor) -> tuple[Tensor | None, ...]:
     """Derivatives of `(weights * operator).sum()` by `operator.representation()`, for constant weights [*b, n, m].
 
     Cost: one evaluation of the matrix, or n m^2 multiply-adds for operators that have only `_bilinear_derivative`.

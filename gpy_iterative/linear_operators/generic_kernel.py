@@ -69,7 +69,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         super().__init__(x1, *tensors, **({} if x2 is None else {"x2": x2}), **options, leaves=leaves, dtype=dtype)
         self.x1, self.x2, self.parameters = x1, x2, tensors[: len(names)]
         self.kernel, self.names, self.products, self.cache, self.members = kernel, names, products, cache, members
-        self._tensors, self._leaves = tensors, leaves
+        self._leaves = leaves
         own = next((tensor.dtype for tensor in (x1, *self.parameters) if tensor.is_floating_point()), None)
         self._dtype = dtype or own or kernel.dtype
         buffers = () if dtype is None else kernel.named_buffers()
@@ -177,7 +177,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return None
 
     def _make_tiles(self) -> Tiles:
-        return KernelTiles(self, self._outputs)
+        return KernelTiles(self)
 
     def _size(self) -> torch.Size:
         outputs, columns = self._outputs, self.columns
@@ -186,7 +186,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     def _rebuild(self, x1: Tensor, x2: Tensor | None, *steps: tuple[Any, ...]) -> LinearOperator:
         changes = {"x2": x2, "cache": None, "members": (*self.members, *steps)}
-        return type(self)(x1, *self._tensors, **self._kwargs | changes)
+        return type(self)(x1, *self._args[1:], **self._kwargs | changes)
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         return self.evaluate(self.x1, self.columns) @ rhs
@@ -344,9 +344,9 @@ def _with_dtype(operator: LinearOperator, dtype: torch.dtype, **changes: Any) ->
 class KernelTiles(Tiles):
     """k(x1_i, x2_j) in tiles; each input has `outputs` rows."""
 
-    def __init__(self, operator: GenericKernelLinearOperator, outputs: int) -> None:
+    def __init__(self, operator: GenericKernelLinearOperator) -> None:
         # A cycle of references would keep memory.
-        self._operator, self._outputs = weakref.proxy(operator), outputs
+        self._operator, outputs = weakref.proxy(operator), operator._outputs
         length = max(operator.products.tile_rows(operator.x1.device) // outputs, 1)
         self.input_rows = blocks(operator.x1.shape[-2], length)
         self.input_columns = blocks(operator.columns.shape[-2], length)
@@ -369,7 +369,7 @@ class KernelTiles(Tiles):
 
     @torch.no_grad()
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        operator, outputs = self._operator, self._outputs
+        operator, outputs = self._operator, self._operator._outputs
         if outputs == 1:
             return operator.evaluate(operator.x1[..., rows, :], operator.columns[..., columns, :]).clone()
         if isinstance(rows, slice):

@@ -67,9 +67,6 @@ class RadialEntries:
         alpha = None if self.alpha is None else self.alpha.double()
         return self._original.value_(u, torch.empty_like(u), alpha).view(distances.shape)
 
-    def are_below(self, bound: float, distances: Tensor) -> Tensor:
-        return self.at_distances(distances) < bound
-
     def inputs(self, rows: Tensor) -> ScaledInputs:
         picked = [column.index_select(0, rows.flatten()).view(rows.shape) for column in self._apart]
         together = None if self._together is None else self._together[rows]

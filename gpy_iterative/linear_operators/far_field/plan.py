@@ -72,7 +72,7 @@ def make_plan(entries: RadialEntries, tolerance: float, limit: float) -> Plan | 
     """The cheapest plan; None if its cost (of a product, in entries) must exceed the limit."""
     size = entries_size(entries, tolerance)
     depth = max(int(math.log2(len(entries) / SMALLEST_LEAF)), 0)
-    is_negligible = partial(entries.are_below, NEGLIGIBLE * tolerance * size)
+    is_negligible = lambda gaps: entries.at_distances(gaps) < NEGLIGIBLE * tolerance * size
     if are_nearly_all_near(entries.positions, is_negligible):
         return None
     levels, pairs = level_pairs(balanced_tree(entries.positions, depth), is_negligible)

@@ -85,14 +85,11 @@ class RadialFarField(RadialTiles):
     # Blocks of a batch of pairs
 
     def _values(self, batch: Batch) -> Tensor:
-        evaluate, evaluate_both = partial(self._evaluate_batch, batch), partial(self._evaluate_both_of, batch)
-        return self.kept_value(batch.key, batch.shape, evaluate, evaluate_both)
+        evaluate = lambda out: self.entries.blocks(*batch.inputs, out, self.scratch(batch.shape, 1))
+        return self.kept_value(batch.key, batch.shape, evaluate, partial(self._evaluate_both_of, batch))
 
     def _values_and_derivatives(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return self.kept_pair(batch.key, batch.shape, partial(self._evaluate_both_of, batch))
-
-    def _evaluate_batch(self, batch: Batch, out: Tensor) -> Tensor:
-        return self.entries.blocks(*batch.inputs, out, self.scratch(batch.shape, 1))
 
     def _evaluate_both_of(self, batch: Batch, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         return self.entries.blocks_and_derivatives(*batch.inputs, value, derivative)

@@ -29,7 +29,6 @@ class SquaredDistances:
 
     def __init__(self, x1: Tensor, x2: Tensor, scale: float | Tensor, *, few: int = 0) -> None:
         left, right = x1.detach() * scale**0.5, x2.detach() * scale**0.5
-        self.batch_shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
         self.together, self.apart = _by_spread(left, right, few)
         # Not scaled, to round as without tiles.
         self._x1, self._x2, self._scale = x1.detach().expand_as(left), x2.detach().expand_as(right), scale
