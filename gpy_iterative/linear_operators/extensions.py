@@ -1,7 +1,4 @@
-"""Operations that `LinearOperator` lacks.
-
-Each function calls the operator's own method of the same name, if there is one.
-"""
+"""Operations that `LinearOperator` lacks; an operator's own method of the same name comes first."""
 
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -19,7 +16,6 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-#: Most entries held for blocks of an interpolated matrix.
 MAX_NUMBERS = 2**25
 
 Rows = slice | Tensor
@@ -30,7 +26,7 @@ Operation = ParamSpec("Operation")
 
 
 def _by_parts(operation: Callable[Operation, Tensor]) -> Callable[Operation, Tensor]:
-    """Calls the operator's own method of this name, or adds the parts of a sum or multiple, or calls the function."""
+    """Calls the operator's own method, or adds the parts of a sum or multiple, or calls the function."""
 
     @wraps(operation)
     def asked(operator: Any, *given: Any, **named: Any) -> Tensor:
@@ -47,9 +43,9 @@ def _by_parts(operation: Callable[Operation, Tensor]) -> Callable[Operation, Ten
 
 @_by_parts
 def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
-    """operator[rows, :] @ rhs: rhs [n, s] gives [len(rows), s]."""
+    """operator[rows, :] @ rhs for rhs [n, s]."""
     if isinstance(operator, KroneckerProductLinearOperator):
-        # A slice computes the same product, and multiplies it by sparse matrices.
+        # A slice would multiply this product by sparse matrices.
         return operator._matmul(rhs)[rows]
     if isinstance(operator, BlockInterleavedLinearOperator):
         base = operator.base_linear_op
@@ -63,7 +59,7 @@ def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
 
 @_by_parts
 def columns_matmul(operator: LinearOperator, columns: slice, rhs: Tensor) -> Tensor:
-    """operator[:, columns] @ rhs: rhs [len(columns), s] gives [n, s]."""
+    """operator[:, columns] @ rhs for rhs [len(columns), s]."""
     return operator[:, columns] @ rhs
 
 
@@ -118,7 +114,7 @@ def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
 def matrix_derivative(operator: LinearOperator, weights: Tensor) -> tuple[Tensor | None, ...]:
     """Derivatives of `(weights * operator).sum()` by `operator.representation()`, for constant weights [*b, n, m].
 
-    Cost: one evaluation of the matrix, or n m^2 multiply-adds for operators that have only `_bilinear_derivative`.
+    Cost: one evaluation of the matrix, or n m^2 multiply-adds for operators without this method.
     """
     if hasattr(operator, "matrix_derivative"):
         return operator.matrix_derivative(weights)
@@ -134,11 +130,8 @@ def matrix_derivative(operator: LinearOperator, weights: Tensor) -> tuple[Tensor
     return operator._bilinear_derivative(weights, identity.expand(*weights.shape[:-2], *identity.shape))
 
 
-# Contents of an operator
-
-
 def whole_points(index: Any, repeats: int, size: int) -> Any:
-    """The points of a row index, if each point has `repeats` of the `size` rows; None if the index divides a point."""
+    """The points of a row index, if each has `repeats` rows; None if the index divides one."""
     if repeats == 1:
         return index
     if not isinstance(index, slice):
@@ -168,19 +161,15 @@ def all_parts(operator: LinearOperator) -> Iterator[LinearOperator]:
 
 
 def far_field_error(operator: LinearOperator) -> float | None:
-    """The largest measured error of far fields over the entries' standard deviation; None without far field."""
+    """The largest measured error of far fields over the entries' standard deviation, if any."""
     found = [part.far_field_error() for part in all_parts(operator) if hasattr(part, "far_field_error")]
     return max((error for error in found if error is not None), default=None)
-
-
-# Precision
 
 
 def low_precision_copy(operator: LinearOperator) -> LinearOperator | None:
     """A float32 copy without gradient; None where no kernel has `precision="float32"`.
 
-    Raises:
-        ValueError: a kernel's dtype or code does not allow float32.
+    A kernel whose dtype or code does not allow float32 raises ValueError.
     """
     if not _has_low_precision(operator):
         return None
@@ -214,7 +203,7 @@ def _has_low_precision(operator: LinearOperator) -> bool:
 def _converted(
     part: Any, method: str, convert: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, **options: Any
 ) -> Any:
-    """Converts all parts of an operator, by their own `method` if any; `dtype` replaces arguments that are dtypes."""
+    """Converts all parts of an operator, by their own `method` if any; `dtype` replaces dtypes."""
     if hasattr(part, method):
         return getattr(part, method)(**options)
     if isinstance(part, LinearOperator):

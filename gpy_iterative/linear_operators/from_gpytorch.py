@@ -1,7 +1,4 @@
-"""GPyTorch priors and likelihoods as operators of this package.
-
-Matrices that the model has built (dense, Kronecker, Toeplitz) are kept.
-"""
+"""GPyTorch priors and likelihoods as operators of this package."""
 
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -72,7 +69,7 @@ def kernel_operator(
 
 @dataclass(frozen=True)
 class _Place:
-    """A kernel's path in the prior, the key of its tiles."""
+    """A kernel's path in the prior is the key of its tiles."""
 
     products: KernelProducts
     caches: TileCaches
@@ -105,7 +102,7 @@ def _read(covariance: LinearOperator | Tensor, place: _Place) -> LinearOperator:
 
 
 def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
-    """Whether inputs are equal in value; if one has a gradient, whether they are one tensor."""
+    """Whether inputs are equal; if one has a gradient, whether they are one tensor."""
     if x1 is x2:
         return True
     has_gradient = torch.is_grad_enabled() and (x1.requires_grad or x2.requires_grad)
@@ -132,7 +129,7 @@ def _check_lengthscales(kernel: kernels.Kernel, inputs: Tensor) -> None:
 def operator_of_kernel(
     kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts
 ) -> LinearOperator:
-    """The operator k(x1, x2) of inputs with the kernel's active dims only; x2 None is x1."""
+    """The operator k(x1, x2) of inputs with active dims only; x2 None is x1."""
     return _of_kernel(kernel, x1, x2, _Place(products, TileCaches()))
 
 
@@ -149,7 +146,7 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
         # Integers are centred in float64: float32 would round time stamps in seconds to minutes.
         dtype = value_dtype(kernel, x1)
         x1, x2 = (x if x is None or x.is_floating_point() else x.double() for x in (x1, x2))
-        # Learned inputs need derivatives by single points; those of a far field are accurate in sums only.
+        # Learned inputs need derivatives by single points, which a far field does not give accurately.
         products = replace(place.products, far_field=None) if x1.requires_grad else place.products
         # By the first columns: predictions and systems with new data then round the training data as training did.
         centre = _centre(x1 if x2 is None else x2)
@@ -243,7 +240,7 @@ def _times(operator: LinearOperator, constant: Tensor) -> LinearOperator:
     if isinstance(operator, SumLinearOperator):
         return SumLinearOperator(*(_times(part, constant) for part in operator.linear_ops))
     if isinstance(operator, RootLinearOperator):
-        # linear_operator would scale the root, which rounds otherwise than K(x, X), a matrix without root.
+        # linear_operator would scale the root: K(x, X) has none, and rounds otherwise.
         return ConstantMulLinearOperator(operator, constant)
     return operator * constant.unsqueeze(-1).unsqueeze(-1)
 
@@ -251,9 +248,6 @@ def _times(operator: LinearOperator, constant: Tensor) -> LinearOperator:
 def added_diagonal(covariance: AddedDiagLinearOperator) -> Tensor:
     """The jitter [*b, n] from the model's `forward`."""
     return covariance._diag_tensor.diagonal(dim1=-1, dim2=-2).expand(covariance.shape[:-1])
-
-
-# Noise and observed data
 
 
 def noise_depends_on_inputs(likelihood: Any) -> bool:
@@ -264,11 +258,7 @@ def noise_depends_on_inputs(likelihood: Any) -> bool:
 def noise_operator(
     likelihood: Likelihood, function_dist: MultivariateNormal, *params: Any, **kwargs: Any
 ) -> LinearOperator:
-    """The likelihood's noise covariance [*b, n, n].
-
-    Raises:
-        ValueError: inputs that the noise needs are missing, or noise does not fit the data.
-    """
+    """The likelihood's noise covariance [*b, n, n]; ValueError if inputs that it needs are missing, or it does not fit."""
     num_data = function_dist.loc.shape[-1]
     noise_model = getattr(likelihood, "noise_covar", None)
     is_given = kwargs.get("noise") is not None
@@ -381,7 +371,7 @@ def flat_targets(function_dist: MultivariateNormal, target: Tensor) -> Tensor:
 
 
 def observed_data(function_dist: MultivariateNormal, target: Tensor) -> Tensor | None:
-    """Observed data under GPyTorch's `observation_nan_policy`, [n] bool in the order of `function_dist.loc`; None for all.
+    """Observed data by `observation_nan_policy`, [n] bool in the order of `function_dist.loc`; None for all.
 
     Under "mask", NaN in any batch member is missing. Under "fill", NaN in some members only raises ValueError.
     """

@@ -1,4 +1,4 @@
-"""Any GPyTorch kernel as a matrix that is never stored: tiles from its own code, derivatives by autograd."""
+"""Any GPyTorch kernel as a matrix that is never stored."""
 
 import weakref
 from collections.abc import Sequence
@@ -31,11 +31,10 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         x2: inputs [*b, m, d]; None makes the operator symmetric.
         kernel: its own parameters are not used.
         names: of `kernel.named_parameters()`.
-        products: how products are computed.
         cache: where tiles are kept.
         members: steps that change the kernel's batch: an index picks members, a torch.Size expands it.
         leaves: other tensors that the kernel uses.
-        dtype: of the matrix; buffers then get the inputs' dtype. None is that of inputs or parameters.
+        dtype: of the matrix and, if given, of buffers; None is that of inputs or parameters.
 
     The kernel is called without additional batch dimensions, which many kernels do not support; a batch member costs as
     much as the whole batch. A product costs one evaluation, or n m s multiply-adds of kept tiles; the derivative costs
@@ -112,7 +111,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return cls(*operator._args, *leaves, **operator._kwargs | {"leaves": leaves})
 
     def _other_leaves(self) -> tuple[Tensor, ...]:
-        """Leaves beside inputs and parameters, such as tensors in a closure."""
+        """Other leaves, such as tensors in a closure."""
         rows, columns = (x.detach()[..., :2, :] for x in (self.x1, self.columns))
         if not torch.is_grad_enabled() or not (rows.numel() and columns.numel()):
             return ()
@@ -123,6 +122,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     @property
     def dtype(self) -> torch.dtype | None:
+        """See the argument of this name."""
         return self._dtype
 
     def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
@@ -235,7 +235,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             block = self.evaluate(x1, x2, parameters)
             if not block.requires_grad:
                 return
-            # All tiles share the graph between `leaves` and the kernel.
+            # All tiles share the graph of `leaves`.
             leaves, is_kept = [leaf for _, leaf in targets], bool(self._leaves)
             found = torch.autograd.grad((block * weights).sum(), leaves, allow_unused=True, retain_graph=is_kept)
         for (gradient, _), part in zip(targets, found, strict=True):
@@ -269,7 +269,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     @torch.no_grad()
     def principal_blocks(self, rows: Tensor) -> Tensor:
-        """See `extensions.principal_blocks`; one call for all, if it equals two calls for the first two."""
+        """See `extensions.principal_blocks`; one kernel call, if it gives two blocks as two calls do."""
         if self._outputs > 1 or self.members:
             size = rows.shape[-1]
             parts = [self._entries(block.repeat_interleave(size), block.repeat(size)) for block in rows]
@@ -290,7 +290,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return values if values.shape == (*points.shape[:-1], points.shape[-2]) else None
 
     def kernel_inputs(self) -> Tensor:
-        """See `extensions.kernel_inputs`; each dimension is divided by its shortest lengthscale."""
+        """See `extensions.kernel_inputs`; each dimension is over its shortest lengthscale."""
         inputs = self.x1.detach() / shortest_lengthscales(self.kernel, self.x1.detach())
         inputs = inputs.repeat_interleave(self._outputs, dim=-2)
         if not self.members:
@@ -314,7 +314,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self._entries(rows, columns, *batch).reshape(row_index.shape)
 
     def _entries(self, rows: Tensor, columns: Tensor, *batch: Tensor) -> Tensor:
-        """Entries [p] from the block of their points; in halves if it has many others."""
+        """Entries [p] from a block, in halves if it has many others."""
         outputs = self._outputs
         row_points, i = (rows // outputs).unique(return_inverse=True)
         column_points, j = (columns // outputs).unique(return_inverse=True)
@@ -363,7 +363,7 @@ class KernelTiles(Tiles):
     @torch.no_grad()
     def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
         x1 = self._operator.x1[..., self.input_rows[i], :]
-        # Kernels set the diagonal of distances to zero for the same object.
+        # The same object: kernels then set distances on the diagonal to zero.
         x2 = x1 if self.symmetric and i == j else self._operator.columns[..., self.input_columns[j], :]
         return out.copy_(self._operator.evaluate(x1, x2))
 

@@ -1,4 +1,4 @@
-"""A kernel as a function of its tensors, for several threads.
+"""Kernels as functions of their tensors, for several threads.
 
 Copies of the modules are called: other threads would see the parameters of `functional_call` and GPyTorch's setting for
 eager evaluation.
@@ -29,7 +29,7 @@ GPYTORCH_SETTINGS = threading.RLock()
 
 
 class _Eager(Kernel):
-    """A kernel that is evaluated when called, with exact distances."""
+    """A kernel that is evaluated when called."""
 
     def covar_dist(
         self,
@@ -83,7 +83,7 @@ def eager_copy(kernel: Kernel, own: tuple[str, ...] = ()) -> Kernel:
 
 
 def clear_caches(module: torch.nn.Module) -> None:
-    """Clears GPyTorch's caches, which ignore changes of hyperparameters."""
+    """GPyTorch's caches ignore changes of hyperparameters."""
     for part in module.modules():
         if isinstance(part, gpytorch.Module):
             part._clear_cache()
@@ -91,13 +91,13 @@ def clear_caches(module: torch.nn.Module) -> None:
 
 def evaluated(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> LinearOperator:
     """The kernel's `forward`, evaluated, on inputs with active dims only."""
-    # The kernel's own __call__ would select active dims again.
+    # `__call__` would select active dims again.
     with _settings(kernel):
         return to_linear_operator(gpytorch.Module.__call__(eager_copy(kernel), x1, x2, **options))
 
 
 def kernel_matrix(kernel: Kernel, x1: Tensor, x2: Tensor) -> Tensor:
-    """The dense k(x1, x2) of inputs with all columns."""
+    """The dense k(x1, x2)."""
     with _settings(kernel):
         return to_dense(eager_copy(kernel)(x1, x2))
 
@@ -123,7 +123,6 @@ class _Forward(torch.nn.Module):
         self.kernel = kernel
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool) -> Tensor:
-        # See `evaluated`.
         return to_dense(gpytorch.Module.__call__(self.kernel, x1, x2, diag=diag))
 
 
@@ -131,7 +130,7 @@ class KernelFunction:
     """A kernel as a function of its tensors, with one copy of its modules per thread.
 
     Args:
-        own_buffers: whether calls replace buffers, too.
+        own_buffers: whether calls replace buffers.
     """
 
     def __init__(self, kernel: Kernel, own_buffers: bool) -> None:
@@ -141,7 +140,7 @@ class KernelFunction:
         self._first_call, self._was_called = threading.RLock(), False
 
     def __call__(self, tensors: dict[str, Tensor], x1: Tensor, x2: Tensor, *, diag: bool = False) -> Tensor:
-        """The dense k(x1, x2), or its diagonal, for named parameters and buffers."""
+        """The dense k(x1, x2), or its diagonal, for named tensors."""
         if not hasattr(self._copies, "module"):
             own = ("_parameters", "_buffers") if self._own_buffers else ("_parameters",)
             self._copies.module = _Forward(eager_copy(self._kernel, own))

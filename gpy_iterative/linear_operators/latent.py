@@ -40,7 +40,6 @@ class RepeatedKernelLinearOperator(LinearOperator):
         return self.kernel._bilinear_derivative(self._side_by_side(left_vecs), self._side_by_side(right_vecs))
 
     def _side_by_side(self, columns: Tensor) -> Tensor:
-        """[*b, n C, s] as [*b, n, C s]."""
         return columns.reshape(*columns.shape[:-2], -1, self.repeats * columns.shape[-1])
 
     def _transpose_nonbatch(self) -> LinearOperator:
@@ -78,7 +77,7 @@ class LatentPrior:
     """f ~ N(m, K) of C functions at n points.
 
     Attributes:
-        operator: K [n C, n C], ordered point by point.
+        operator: K [n C, n C], point by point.
         mean: m [n, C].
     """
 
@@ -99,10 +98,7 @@ class LatentPrior:
 
     @torch.no_grad()
     def matmul(self, columns: Tensor) -> Tensor:
-        """K x [n C, b] in float64, computed in the kernel's dtype.
-
-        Raises NonFiniteError for a product that is not finite.
-        """
+        """K x [n C, b] in float64, computed in the kernel's dtype. A product that is not finite raises NonFiniteError."""
         product = self.operator._matmul(columns.to(self.operator.dtype)).double()
         if not torch.isfinite(product).all():
             raise NonFiniteError(
@@ -171,7 +167,7 @@ def latent_operator(operator: LinearOperator, num_latents: int, *, shared: bool)
 
 
 def num_latents(function_dist: MultivariateNormal) -> int:
-    """C of a prior: its last batch dimension or number of tasks. Other layouts raise ValueError."""
+    """C of a prior: its last batch dimension or number of tasks."""
     if isinstance(function_dist, MultitaskMultivariateNormal):
         if not function_dist._interleaved:
             raise ValueError(

@@ -24,11 +24,10 @@ class ModuleCopies:
     """Copies modules and all modules inside; a module or parameter that occurs twice stays one.
 
     Args:
-        own: tensor dicts that copies do not share. A shared dict keeps what a module registers when called, such as
-            RFFKernel's frequencies.
+        own: tensor dicts that copies do not share. A shared dict keeps what a call registers, such as RFFKernel's
+            frequencies.
         apart: whether lists, dicts and sets are not shared.
-        tensor: maps a tensor to that of the copy; None keeps it.
-        kind: maps a class to that of the copy.
+        tensor, kind: map tensors and classes to those of copies.
 
     Modules in lists and dicts, and modules' methods in attributes, are copied too. Compiled modules run uncompiled,
     because compiled code calls the originals.

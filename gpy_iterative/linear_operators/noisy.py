@@ -19,10 +19,10 @@ from gpy_iterative.linear_operators.extensions import (
 
 
 class NoisyLinearOperator(LinearOperator):
-    """A kernel matrix plus one noise variance per datum.
+    """A kernel matrix plus noise variances.
 
     Args:
-        kernel: K, a symmetric operator [*b, n, n].
+        kernel: K, symmetric [*b, n, n].
         noise: variances [*b, n].
     """
 
@@ -89,40 +89,44 @@ class NoisyLinearOperator(LinearOperator):
 
     @torch.no_grad()
     def signal_to_noise(self) -> Tensor:
-        """The mean of H_ii / noise_i, [*b] in float64."""
+        """The mean of H_ii / noise_i, [*b]."""
         noise = self.noise.double()
         return ((self.kernel._diagonal() + noise) / noise).mean(-1)
 
     def rounding(self) -> Tensor:
-        """Error of -2 log N(y; 0, H) from rounding K, [*b] in float64.
+        """Error of -2 log N(y; 0, H) from rounding K, [*b].
 
         A relative error eps of K's entries changes eigenvalues as small as the noise by eps K_ii / noise.
         """
         return torch.finfo(self.dtype).eps * self.shape[-1] * self.signal_to_noise()
 
-    # Operations that `extensions.py` documents
-
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        """See `extensions.rows_matmul`."""
         return rows_matmul(self.kernel, rows, rhs) + self.noise[rows].unsqueeze(-1) * rhs[rows]
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        """See `extensions.columns_matmul`."""
         result = columns_matmul(self.kernel, columns, rhs)
         result[columns] += self.noise[columns].unsqueeze(-1) * rhs
         return result
 
     def principal_block(self, block: slice) -> Tensor:
+        """See `extensions.principal_block`."""
         result = principal_block(self.kernel, block)
         result.diagonal().add_(self.noise[block])
         return result
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
+        """See `extensions.principal_blocks`."""
         is_same = rows.unsqueeze(-1) == rows.unsqueeze(-2)
         return principal_blocks(self.kernel, rows) + is_same * self.noise[rows].unsqueeze(-1)
 
     def kernel_inputs(self) -> Tensor | None:
+        """See `extensions.kernel_inputs`."""
         return kernel_inputs(self.kernel)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
+        """See `extensions.dense_rows`."""
         kernel, batch = dense_rows(self.kernel, rows), self.batch_shape
         # A kernel matrix that several noises share is copied.
         result = kernel if kernel.shape[:-2] == batch else kernel.expand(*batch, *kernel.shape[-2:]).clone()
@@ -130,6 +134,7 @@ class NoisyLinearOperator(LinearOperator):
         return result.scatter_add_(-1, index.unsqueeze(-1), noise.unsqueeze(-1).to(result.dtype))
 
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
+        """See `extensions.matrix_derivative`."""
         kernel = matrix_derivative(self.kernel, weights)
         if not self.noise.requires_grad:
             return (*kernel, None)

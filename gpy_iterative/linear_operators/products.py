@@ -25,16 +25,15 @@ FAR_FIELD_TOLERANCES = (1e-9, 0.1)
 #: Rows from which "auto" far fields are tried.
 FAR_FIELD_ROWS = ByDevice(cpu=4000, accelerator=50_000)
 
-#: Largest automatic tile cache on a CPU, in bytes.
 MAX_CPU_CACHE = 4 * 1024**3
-#: Rows of a tile. A CPU tile stays in a thread's cache; a CUDA tile must take longer than the start of a CUDA kernel. Its
-#: bound is a share of total memory, because free memory differs between steps and ranks.
+#: Rows of a tile, which stays in a CPU's cache, or takes longer than the start of a CUDA kernel. CUDA's are bounded by
+#: total memory, because free memory differs between steps and ranks.
 CPU_TILE = 512
 CUDA_TILES = (4096, 2048, 1024)
 CUDA_TILE_SHARE = 32
 #: Rows from which CUDA's tiles are compiled: below, the compiler takes longer than it saves.
 FUSED_ROWS = 150_000
-#: Working memory for each entry of a tile, in bytes.
+#: Four float64 numbers per entry.
 _SCRATCH_BYTES = 4 * 8
 
 
@@ -55,8 +54,8 @@ class KernelProducts:
             `keops` and a C++ compiler at run time, and other options then concern only dense blocks. "auto" is tiles.
         tile_size: rows and columns of a tile; None is 512 on a CPU and up to 4,096 on CUDA, by total memory. Ranks with
             different devices need a number.
-        cache_memory: bytes for kept tiles and, where there is room, their derivatives; None is half of the free memory (at
-            most 4 GB on a CPU), 0 keeps none.
+        cache_memory: bytes for kept tiles and their derivatives; None is half of the free memory (at most 4 GB on a CPU),
+            0 keeps none.
         precision: of products inside an iterative solve. "native" is the inputs' dtype. "float32", for float64 inputs,
             multiplies float32 tiles and reaches the tolerance by iterative refinement, with one float64 product a
             round. All else stays in float64, also truncated series and the search for Laplace's mode.
@@ -67,9 +66,9 @@ class KernelProducts:
             `cache_memory` is per rank.
         far_field: error, from 1e-9 to .1, of a radial kernel's entries relative to their standard deviation. Blocks of
             distant points are compressed: the cost grows with n, not n^2, for up to three dimensions (long lengthscales
-            do not count). "auto" is 1e-6 (3e-7 at a million rows; in float64 .001 / n) from 4,000 rows on (CUDA: 50,000),
-            where less than half of the entries are evaluated (CUDA: a quarter). None uses tiles, as do cases that save
-            nothing. Rows, columns and dense blocks are exact.
+            do not count). "auto" is at most 1e-6 from 4,000 rows on (CUDA: 50,000), where less than half of the entries
+            are evaluated (CUDA: a quarter). None uses tiles, as do cases that save nothing. Rows, columns and dense
+            blocks are exact.
 
     Raises:
         ValueError: an option is outside its range, or the process group is not initialised, lacks this process, or is
@@ -81,9 +80,6 @@ class KernelProducts:
         >>> products = gpi.linear_operators.KernelProducts(cache_memory=500_000_000)
         >>> model = MyExactGP(train_x, train_y, likelihood)
         >>> mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, products=products)
-        >>> gpi.linear_operators.KernelProducts(tile_size=0)
-        Traceback (most recent call last):
-        ValueError: tile_size must be at least 1, got 0.
     """
 
     backend: Backend = "auto"
@@ -149,10 +145,11 @@ class KernelProducts:
         return self.far_field is not None and inputs.numel() > 0
 
     def ranks(self) -> Ranks | None:
-        """The processes that share the tiles, if several."""
+        """The processes that share the tiles."""
         return None if self.process_group is None else Ranks(self.process_group)
 
     def tile_rows(self, device: torch.device) -> int:
+        """Rows of a tile."""
         if self.tile_size is not None:
             return self.tile_size
         if device.type != "cuda":
@@ -161,7 +158,7 @@ class KernelProducts:
         return next((size for size in CUDA_TILES if _SCRATCH_BYTES * size**2 <= room), CPU_TILE)
 
     def is_fused(self, device: torch.device, rows: int, *, symmetric: bool) -> bool:
-        """Whether a matrix's element-wise work is compiled; K(X*, X) has too few products for it."""
+        """Whether element-wise work is compiled; K(X*, X) has too few products for it."""
         if self.compile is not None:
             return self.compile
         is_worth_it = device.type == "cuda" and symmetric and rows >= FUSED_ROWS

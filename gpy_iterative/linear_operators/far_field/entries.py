@@ -35,7 +35,7 @@ class RadialEntries:
 
     Args:
         x: scaled inputs [n, d].
-        function, alpha: the radial function, and its alpha [1] or None.
+        alpha: [1] or None.
     """
 
     def __init__(self, x: Tensor, function: RadialFunction, alpha: Tensor | None) -> None:

@@ -21,13 +21,13 @@ from gpy_iterative.worker_threads import ByDevice, divided, run, shares
 #: used for smooth functions and little noise.
 TOLERANCE_TIMES_ROWS, FLOAT64_PART = 0.1, 0.01
 SMALLEST_TOLERANCE, SMALLEST_IN_FLOAT64, LARGEST_TOLERANCE = 3e-7, 1e-9, 1e-6
-#: Most entries of a far field, as a part of the tiles': for "auto" (on CUDA they take longer), and for a tolerance.
+#: Most entries of a far field over the tiles': for "auto", whose entries take longer on CUDA, and for a tolerance.
 AUTO_PART, GIVEN_PART = ByDevice(cpu=0.5, accelerator=0.25), 1.0
 #: Safety factor of the second attempt.
 LOWER_AIM = 0.2
 #: The second attempt's error may be so many tolerances.
 MOST_MISSED = 10
-#: Proxies per skeleton point, and least proxies: few with derivatives could lie on one side.
+#: Proxies per skeleton point, and least proxies.
 PROXIES_PER_POINT, LEAST_PROXIES = 4, 160
 #: On levels of few nodes, where errors are largest, there are more.
 FEW_NODES, MORE_PROXIES = 32, 2
@@ -78,11 +78,7 @@ def _with_higher_ranks(plan: Plan, entries: RadialEntries, ratio: float) -> Plan
     return replace(other, ranks=ranks)
 
 
-# Skeletons and interpolations
-
-
 def build_levels(plan: Plan, entries: RadialEntries) -> Levels:
-    """Skeletons and interpolations, from the leaves up."""
     leaves, pairs, double = plan.levels[-1], plan.pairs[-1], entries.double()
     is_same, inputs = pairs.near[0] == pairs.near[1], entries.inputs(leaves.rows)
     parts = [

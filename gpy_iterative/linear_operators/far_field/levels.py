@@ -17,7 +17,6 @@ from gpy_iterative.worker_threads import ByDevice, run, shares, summed
 
 #: Entries multiplied at a time: they stay in a CPU's cache.
 BATCH_ENTRIES = ByDevice(cpu=2**18, accelerator=2**25)
-#: Nodes interpolated at a time.
 BATCH_NODES = ByDevice(cpu=512, accelerator=2**16)
 #: Columns multiplied at a time; they bound the memory of sums.
 MOST_COLUMNS = 64
@@ -25,7 +24,7 @@ MOST_COLUMNS = 64
 
 @dataclass(frozen=True)
 class PairBlocks:
-    """Blocks of pairs of nodes i <= j, of one size.
+    """Blocks of pairs of nodes i <= j.
 
     Attributes:
         points: the nodes' row numbers, [nodes, size].
@@ -47,7 +46,7 @@ class PairBlocks:
 
 @dataclass(frozen=True)
 class Batch:
-    """Blocks [b, size, size] that are evaluated together; `key` is for the cache."""
+    """Blocks [b, size, size] that are evaluated together."""
 
     part: PairBlocks
     pairs: slice
@@ -85,7 +84,7 @@ class Levels:
 
     Attributes:
         rows: row numbers of the leaves, [leaves, leaf].
-        is_own: which of them are not repeated.
+        is_own: which slots of the leaves do not repeat a row.
         interpolations: U_l^T, [nodes, rank, points of a node].
         parts: blocks of K_l.
     """
@@ -106,7 +105,7 @@ class Levels:
         return [Batch(part, pairs, (-1 - i, j)) for i, part in numbered for j, pairs in enumerate(part.batches())]
 
     def matmul(self, rhs: Tensor, values: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> Tensor:
-        """Some batches times rhs [n, s]; `values` evaluates a batch, valid until the thread's next call."""
+        """Some batches times rhs [n, s]; `values` evaluates one, valid until the thread's next call."""
         parts = []
         for columns in rhs.split(MOST_COLUMNS, dim=1):
             share = partial(self._share, self.up(columns), values)

@@ -14,7 +14,6 @@ from gpy_iterative.linear_operators.far_field.levels import Levels, PairBlocks
 from gpy_iterative.linear_operators.far_field.plan import Plan
 from gpy_iterative.linear_operators.far_field.tree import box_gaps
 
-#: Pairs of leaves per level, and rows of each leaf.
 MEASURED_PAIRS, MEASURED_ROWS = 384, 4
 
 
@@ -38,7 +37,7 @@ class _Samples:
 
     Attributes:
         nodes: of both sides, [2, p].
-        leaves: of both sides, [p], counted from the node's first leaf.
+        leaves: of both sides, [p], counted from the node's first.
         slots: of both sides, [p, rows].
     """
 
@@ -61,11 +60,11 @@ class _Samples:
             self._odds = self._odds * (odds * of_slot).unsqueeze(2 - side)
 
     def weights(self) -> Tensor:
-        """Uniform probabilities over those of the entries, [p, rows, rows]."""
+        """The uniform probability of each entry over its own, [p, rows, rows]."""
         return 2 / (1 + self._odds)
 
     def _drawn(self, closeness: Tensor, count: int = 1) -> tuple[Tensor, Tensor]:
-        """Columns [b, count] of closeness [b, m], drawn uniformly and by it in turn, and their odds."""
+        """Columns [b, count] of closeness [b, m], drawn in turn uniformly and by closeness, and their odds."""
         closeness = closeness.clamp_min(torch.finfo(closeness.dtype).tiny)
         shape, num, device = (len(closeness), count), closeness.shape[1], closeness.device
         uniform = torch.rand(shape, generator=self._generator, device=self._generator.device, dtype=torch.float64)
@@ -78,7 +77,6 @@ class _Samples:
 
 
 def _errors(levels: Levels, part: PairBlocks, entries: RadialEntries, samples: _Samples) -> Tensor:
-    """Errors [p, rows, rows] of far entries."""
     sides = zip(samples.nodes, samples.leaves, samples.slots, strict=True)
     (left, first), (right, second) = (_weights(levels, part.step, *side) for side in sides)
     at_skeletons = entries.blocks(*(entries.inputs(part.points[nodes]) for nodes in samples.nodes))

@@ -21,7 +21,6 @@ from gpy_iterative.worker_threads import run
 SMALLEST_LEAF = 32
 #: Overhead per point of a pair, in entries.
 POINT_COST = 12
-#: Nodes, rows and proxies of each, on which a level's rank is measured.
 SAMPLED_NODES, SAMPLED_ROWS, SAMPLED_PROXIES = 24, 192, 384
 SAMPLED_ENTRIES = 2**14
 #: Rounding error relative to the root mean square entry.
@@ -69,7 +68,7 @@ def _cost(pairs: int, size: int) -> float:
 
 
 def make_plan(entries: RadialEntries, tolerance: float, limit: float) -> Plan | None:
-    """The cheapest plan; None if its cost (of a product, in entries) must exceed the limit."""
+    """The cheapest plan; None if its cost must exceed the limit, in entries of a product."""
     size = entries_size(entries, tolerance)
     depth = max(int(math.log2(len(entries) / SMALLEST_LEAF)), 0)
     is_negligible = lambda gaps: entries.at_distances(gaps) < NEGLIGIBLE * tolerance * size

@@ -81,7 +81,6 @@ def _drawn(
 
 
 def _nearest(positions: Tensor, nodes: Nodes, chosen: Tensor, generator: torch.Generator) -> Tensor:
-    """Of a few rows of each chosen node, the nearest to the node's box."""
     columns = positions.mT.contiguous()
     found, least = torch.zeros_like(chosen), positions.new_full(chosen.shape, torch.inf)
     counts = nodes.counts[chosen]
@@ -99,7 +98,7 @@ def _nearest(positions: Tensor, nodes: Nodes, chosen: Tensor, generator: torch.G
 
 
 def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.Generator) -> Proxies:
-    """Proxies of chosen nodes, drawn by the gaps to all nodes; `rows` of nodes that have any."""
+    """Proxies of chosen nodes by the gaps to all nodes; `rows` of nodes that have any."""
     device, total = nodes.rows.device, len(nodes)
     other = torch.arange(total, device=device)
     gaps = nodes.gaps(chosen.repeat_interleave(total), other.repeat(len(chosen))).view(-1, total)

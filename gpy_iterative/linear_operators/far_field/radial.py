@@ -19,7 +19,7 @@ _ALL = slice(None)
 
 
 class RadialFarField(RadialTiles):
-    """Tiles of a symmetric matrix f(|x_i - x_j|^2) without batch dimensions.
+    """Tiles of an unbatched symmetric matrix f(|x_i - x_j|^2).
 
     Full products, bilinear and directional derivatives use the far field, if it pays.
     """
@@ -43,8 +43,6 @@ class RadialFarField(RadialTiles):
         parts = field.levels.parts
         blocks = ", ".join(str(tuple(part.points.shape)) for part in parts)
         return f"{description}, a far field of blocks {blocks}", [*tensors, *(part.pairs for part in parts)]
-
-    # Products
 
     def product(
         self, rows: slice, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
@@ -82,8 +80,6 @@ class RadialFarField(RadialTiles):
         field = self.far_field()
         return super().alpha_product(rhs) if field is None else self._product(field, rhs, self._alpha_derivatives)
 
-    # Blocks of a batch of pairs
-
     def _values(self, batch: Batch) -> Tensor:
         evaluate = lambda out: self.entries.blocks(*batch.inputs, out, self.scratch(batch.shape, 1))
         return self.kept_value(batch.key, batch.shape, evaluate, partial(self._evaluate_both_of, batch))
@@ -96,8 +92,6 @@ class RadialFarField(RadialTiles):
 
     def _alpha_derivatives(self, batch: Batch) -> Tensor:
         return self.entries.alpha_derivatives(*batch.inputs)
-
-    # Derivative
 
     @divided()
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:

@@ -41,7 +41,7 @@ class Skeletons:
 
 
 def skeletons(values: Tensor, rank: int, *, in_halves: bool) -> Skeletons:
-    """Picks `rank` of the m rows of A [b, m, p] in float64. Cost: m^2 p + m rank^2 multiply-adds, or about twice."""
+    """Picks `rank` of the m rows of A [b, m, p] in float64. Cost: m^2 p + m rank^2 multiply-adds, about twice in halves."""
     if not in_halves or rank == 1:
         return _picked(values, rank)
     first = _picked(values, (rank + 1) // 2)
@@ -49,7 +49,7 @@ def skeletons(values: Tensor, rank: int, *, in_halves: bool) -> Skeletons:
 
 
 def needed_rank(values: Tensor, error: float) -> int:
-    """Rows to pick from values [b, m, p] for this root mean square error."""
+    """Rows to pick for this root mean square error."""
     rank = 0
     while rank < values.shape[1] and (size := float(values.square().mean().sqrt())) > error:
         picked = _picked(values, values.shape[1] - rank, error=max(error, SMALLEST_PART * size))
@@ -87,7 +87,6 @@ def _next_column(gram: Tensor, factor: Tensor, pivot: Tensor, largest: Tensor, f
 
 
 def _interpolated(pivots: Tensor, factor: Tensor) -> Skeletons:
-    """From pivots and the transposed factor [b, r, m]."""
     picked = pivots.unsqueeze(1).expand(-1, pivots.shape[1], -1)
     weights = torch.linalg.solve_triangular(factor.gather(2, picked), factor, upper=True)
     identity = torch.eye(pivots.shape[1], dtype=weights.dtype, device=weights.device)

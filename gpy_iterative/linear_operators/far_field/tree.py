@@ -63,7 +63,6 @@ def balanced_tree(x: Tensor, depth: int) -> Iterator[Nodes]:
 
 
 def _halved(nodes: Nodes, points: Tensor) -> tuple[Nodes, Tensor]:
-    """Both halves of every node, and their points."""
     first = (nodes.counts + 1) // 2
     counts = torch.stack([first, nodes.counts - first], dim=1)
     starts = torch.stack([torch.zeros_like(first), first], dim=1).unsqueeze(-1)
@@ -82,9 +81,6 @@ def _order_along_widest_side(nodes: Nodes, points: Tensor) -> Tensor:
     return along.masked_fill_(~nodes.is_own(), torch.inf).argsort(dim=1, stable=True)
 
 
-# Pairs of nodes
-
-
 @dataclass(frozen=True)
 class LevelPairs:
     """Pairs of node numbers i <= j of one level, [2, p], in order.
@@ -101,7 +97,7 @@ class LevelPairs:
 
 
 def are_nearly_all_near(x: Tensor, is_negligible: Callable[[Tensor], Tensor]) -> bool:
-    """Whether points x [n, d] have too many dimensions for far pairs, from a sample."""
+    """Whether points x [n, d] have too many dimensions for far pairs."""
     generator = torch.Generator().manual_seed(0)
     sample = torch.randperm(len(x), generator=generator, device=generator.device)[:SAMPLE_SIZE].to(x.device)
     if len(sample) < SAMPLE_SIZE:

@@ -16,10 +16,10 @@ from torch import Tensor
 class KeOpsFormulas:
     """A radial function in KeOps' language (https://www.kernel-operations.io/keops/api/math-operations.html).
 
-    KeOps rounds fractions (`RatCst`) to float32; halves are exact.
+    KeOps rounds fractions to float32; halves are exact.
 
     Attributes:
-        value: f, of `{u}` and the variable `alpha`.
+        value: f, of `{u}` and `alpha`.
         derivative: df/dq (not df/du); 0 at u = 0 where the true one is unbounded.
         alpha_derivative: df/dalpha at fixed q, or None.
         multiple: factor of all formulas.
@@ -31,7 +31,7 @@ class KeOpsFormulas:
     multiple: int = 1
 
 
-#: Largest r in exp(-r), 2e-22.
+#: Largest r in exp(-r).
 FARTHEST = 50.0
 _LOG2_E = math.log2(math.e)
 
@@ -42,7 +42,7 @@ def _decay(r: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _exponents_(u: Tensor, scratch: Tensor) -> Tensor:
-    """-r log2(e) for r = sqrt(u); scratch becomes 1 / r. rsqrt is faster than sqrt on a CPU."""
+    """-r log2(e) for r = sqrt(u), with 1 / r in scratch: rsqrt is faster than sqrt on a CPU."""
     torch.rsqrt(u, out=scratch)
     return torch.addcmul(u.new_zeros(()), u, scratch, value=-_LOG2_E, out=u)
 
@@ -74,7 +74,6 @@ class RadialFunction(ABC):
         return 1.0
 
     def clamp_(self, u: Tensor) -> Tensor:
-        """Moves rounded u into the formulas' range."""
         return u.clamp_(0, self.largest)
 
     def at_exact_distances(self) -> "RadialFunction":
@@ -220,7 +219,7 @@ class _Matern52(_Matern):
 
 
 def _rational_quadratic_formulas() -> KeOpsFormulas:
-    # KeOps has no log1p. log(1 + u) loses the digits of small u, and is 2 artanh z with z = u / (2 + u).
+    # KeOps has no log1p. For small u, log(1 + u) loses digits: 2 artanh z with z = u / (2 + u) does not.
     z, rest = "{u} * Inv(IntCst(2) + {u})", "Inv(IntCst(11))"
     for odd in (9, 7, 5, 3):  # 1/3 + z^2/5 + z^4/7 + ...
         rest = f"(Inv(IntCst({odd})) + Square({z}) * {rest})"
@@ -257,7 +256,7 @@ class _RationalQuadratic(RadialFunction):
 
     def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         self.clamp_(u)
-        # The difference cancels for small u; four terms of its series are as exact at the boundary.
+        # The difference cancels for small u; four terms of its series do not.
         small = u < torch.finfo(u.dtype).eps ** 0.2
         series = u.mul(0.8).sub_(0.75).mul_(u).add_(2 / 3).mul_(u).sub_(0.5).mul_(u).mul_(u)
         return self.value(u, alpha) * torch.where(small, series, u / (1 + u) - torch.log1p(u))

@@ -1,4 +1,4 @@
-"""Products and derivatives of radial kernels by KeOps: one compiled loop, no memory beyond inputs and outputs.
+"""Products and derivatives of radial kernels by KeOps.
 
 Columns are padded to a few widths, because each takes seconds to compile.
 """
@@ -29,7 +29,7 @@ WIDTHS = (8, 32, 72)
 
 
 class RadialKeOps(RadialTiles):
-    """`RadialTiles` with products and derivatives by KeOps, from differences of inputs."""
+    """`RadialTiles` with products and derivatives from differences of inputs."""
 
     def product(
         self, rows: Rows, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
@@ -89,7 +89,6 @@ def derivative_sum(
 
 
 def column_blocks(size: int) -> list[tuple[slice, int]]:
-    """Slices of `size` columns, and their padded widths."""
     blocks, start = [], 0
     while start < size or not blocks:
         width = next((width for width in WIDTHS if width >= size - start), WIDTHS[-1])

@@ -1,7 +1,4 @@
-"""Radial kernel matrices that are never stored: RBF, Matern and rational quadratic.
-
-Derivatives by scaled inputs are in closed form; autograd continues to lengthscales and feature extractors.
-"""
+"""Radial kernel matrices that are never stored: RBF, Matern and rational quadratic."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,7 +46,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         x2: [*b, m, d]; None makes the operator symmetric, which halves the work.
         alpha: [*b, 1], rational quadratic only.
         function: from `radial/functions.py`.
-        products: how products are computed.
         cache: where tiles are kept.
 
     A product with s columns costs n m (d + s) multiply-adds, or n m s with kept tiles; the derivative costs one more pass.
@@ -103,8 +99,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         products = replace(self.products, far_field=None) if self._is_batched else self.products
         return type(self)(x1, outputscale, x2=x2, alpha=alpha, function=self.function, products=products)
 
-    # Products
-
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         return self._differentiable_values() @ rhs
 
@@ -112,8 +106,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         distances = differentiable_squared_distances(self.x1, self.x2)
         values = self.function.value(distances * self.function.scale(self.alpha), self.alpha)
         return self.outputscale.unsqueeze(-1).unsqueeze(-1) * values
-
-    # Derivative
 
     def _tile_derivatives(self, weights: TileWeights) -> tuple[Tensor | None, ...]:
         tensors = {"x1": self.x1, "outputscale": self.outputscale, "alpha": self.alpha, "x2": self.x2}
@@ -138,8 +130,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         field = tiles.far_field() if isinstance(tiles, RadialFarField) else None
         return None if field is None else field.error
 
-    # Directional derivatives
-
     @torch.no_grad()
     @_by_vectors
     def scale_products(self, rhs: Tensor) -> Tensor:
@@ -154,8 +144,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     def alpha_product(self, rhs: Tensor) -> Tensor:
         """The derivative [*b, n] of K rhs [*b, n] by alpha."""
         return (self.tiles().alpha_product(rhs.unsqueeze(-1)) * self.tile_scale).squeeze(-1)
-
-    # Parts of the matrix
 
     def _diagonal(self) -> Tensor:
         if self.symmetric:
@@ -228,7 +216,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return self._on_batches(lambda tensor, extra: tensor.permute(*dims, *range(len(dims), len(dims) + extra)))
 
     def _mul_constant(self, other: float | Tensor) -> LinearOperator:
-        # With the same cache: tiles do not contain the outputscale.
+        # Tiles do not contain the outputscale.
         return type(self)(self.x1, self.outputscale * other, **self._kwargs)
 
     def to_dense(self) -> Tensor:

@@ -21,7 +21,7 @@ class SquaredDistances:
     Args:
         x1, x2: inputs [*b, n, d] and [*b, m, d], around a common centre near zero.
         scale: a constant, [] or [*b, 1, 1].
-        few: up to so many coordinates, only differences are used.
+        few: up to so many coordinates, all are apart.
 
     Attributes:
         together, apart: coordinates in the product, and those with differences.
@@ -51,13 +51,11 @@ class SquaredDistances:
         return u
 
     def difference(self, coordinate: int, rows: slice | Tensor, columns: slice, out: Tensor | None = None) -> Tensor:
-        """x1 - x2 of one coordinate."""
         left, right = self._x1[..., rows, coordinate], self._x2[..., columns, coordinate]
         return torch.sub(left.unsqueeze(-1), right.unsqueeze(-2), out=out)
 
 
 def few_coordinates(*, has_kink: bool, is_symmetric: bool) -> int:
-    """`few` for a kernel matrix."""
     if not is_symmetric:
         return FEW_OF_PREDICTION
     return FEW_OF_KINK if has_kink else 0
@@ -79,7 +77,6 @@ def differentiable_squared_distances(x1: Tensor, x2: Tensor | None) -> Tensor:
 
 
 def needs_differences(x1: Tensor, x2: Tensor) -> bool:
-    """Whether a matrix product may exceed the allowed rounding error."""
     centre = x2.detach().mean(-2, keepdim=True)
     return bool(_by_spread(x1.detach() - centre, x2.detach() - centre, FEW_OF_KINK)[1])
 
@@ -97,6 +94,6 @@ def _by_spread(x1: Tensor, x2: Tensor, few: int) -> tuple[list[int], list[int]]:
     spread = torch.stack(mean_squares).amax(0).double()
     order = spread.argsort()
     error = torch.finfo(x1.dtype).eps * spread[order].cumsum(0)
-    # NaN counts as together, and raises where the matrix is used.
+    # NaN is together: it raises where the matrix is used.
     count = int((~(error > ALLOWED_ERROR)).sum())
     return sorted(order[:count].tolist()), sorted(order[count:].tolist())

@@ -29,7 +29,7 @@ class RadialTiles(Tiles):
 
     Args:
         x1, x2: scaled inputs [*b, n, d] and [*b, m, d].
-        function, alpha: the radial function, and its alpha [*b, 1] or None.
+        alpha: [*b, 1] or None.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RadialTiles(Tiles):
         self.alpha = None if alpha is None else alpha.detach()
         self._function, self.products = function, products
         batches = [tensor.shape[:-dims] for tensor, dims in ((x1, 2), (self.x2, 2), (alpha, 1)) if tensor is not None]
-        # Not detached: the cache compares tensors by identity.
+        # The cache compares tensors by identity.
         owner = tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None)
         self._keeps_derivatives = products.backend != "keops" and any(tensor.requires_grad for tensor in owner)
         super().__init__(
@@ -107,7 +107,7 @@ class RadialTiles(Tiles):
     def kept_value(
         self, key: Key, shape: torch.Size, evaluate: Callable[[Tensor], Tensor], evaluate_both: EvaluateBoth
     ) -> Tensor:
-        """See `kept`; one evaluation gives entries of f and df/dq to keep."""
+        """Keeps f with df/dq, from one evaluation; see `kept`."""
 
         def to_keep(out: Tensor) -> None:
             kept = None
@@ -136,7 +136,7 @@ class RadialTiles(Tiles):
         return u, derivative
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> "RadialDerivative":
-        """See `RadialDerivative`, for W = weights; without `value` or `alpha` that part is 0."""
+        """See `RadialDerivative`; without `value` or `alpha` that part is 0."""
         apart, batch = self.distances.apart, weights.batch_shape
         x1 = self._with_ones(self.x1, batch)
         x2 = x1 if self.symmetric else self._with_ones(self.x2, batch)
@@ -198,7 +198,7 @@ class RadialTiles(Tiles):
         return self.function.alpha_derivative(u, self.alpha)
 
     def _with_ones(self, x: Tensor, batch: torch.Size) -> RowBlocks:
-        """Inputs and ones [*b, n, d + 1]; coordinates apart are zero."""
+        """[*b, n, d + 1]; coordinates apart are zero."""
         vectors = torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1)
         for coordinate in self.distances.apart:
             vectors[..., coordinate] = 0
@@ -217,8 +217,8 @@ class RadialDerivative:
 
     Attributes:
         x1: by x1, [*b, n, d]; through rows and columns for a symmetric matrix.
-        value: the sum itself, [*b] in float64.
-        alpha: by alpha, [*b] in float64.
+        value: the sum itself, [*b].
+        alpha: by alpha, [*b].
         x2: by x2, [*b, m, d]; None for a symmetric matrix.
     """
 
@@ -228,14 +228,11 @@ class RadialDerivative:
     x2: Tensor | None = None
 
 
-# Compiled tiles
-
-
 class _CompiledLoop:
     """The passes over a tile in one loop.
 
     torch.compile compiles a code object a few times only, then runs it uncompiled. So every function and dtype has its own
-    code object, tiles have one or two dimensions (`_flat`), and one thread compiles.
+    code object, tiles are flat, and one thread compiles.
     """
 
     def __init__(self, evaluate: FunctionType, function: RadialFunction, dtype: torch.dtype) -> None:
@@ -259,7 +256,7 @@ class _CompiledLoop:
 
 
 def _flat(tile: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A tile [*b, rows, columns] as a vector, or as a matrix for several values of alpha [*b, 1]."""
+    """A tile as a vector, or as a matrix for several values of alpha [*b, 1]."""
     if alpha is None or alpha.numel() == 1:
         return tile.view(-1), None if alpha is None else alpha.view(())
     alpha = alpha.squeeze(-1).expand(tile.shape[:-2]).reshape(-1)

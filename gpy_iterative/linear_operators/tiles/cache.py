@@ -39,13 +39,7 @@ class _Pool:
 
 
 class TileCache:
-    """Tiles by row and column. When their tensors change, they are dropped and their memory is reused.
-
-    Attributes:
-        own_bytes: memory of kept and spare tiles.
-        derivatives: cache of native tiles' derivatives; None for other kinds.
-        low_precision: cache of float32 tiles; None for other kinds.
-    """
+    """Tiles by row and column. When their tensors change, they are dropped and their memory is reused."""
 
     def __init__(self, pool: _Pool | None = None, *, precedence: Precedence = Precedence.NATIVE) -> None:
         self._pool, self.precedence = _Pool() if pool is None else pool, precedence
@@ -92,7 +86,7 @@ class TileCache:
                 self._pool.changed.notify_all()
 
     def structure(self, make: Callable[[], object]) -> object:
-        """The result of `make`, called once for the tensors that are served."""
+        """The result of one call of `make` for the tensors that are served."""
         with self._making:
             if not self._structure:
                 self._structure = [make()]
@@ -101,7 +95,7 @@ class TileCache:
     def evaluate(
         self, key: Key, shape: torch.Size, like: Tensor, budget: int, evaluate: Callable[[Tensor], object]
     ) -> Tensor | None:
-        """A new tile, which `evaluate` writes; None if the budget has no room."""
+        """A new tile, which `evaluate` writes; None without room."""
         with self._pool.changed:
             tile = self._memory(shape, like, budget)
         if tile is None:
@@ -129,7 +123,7 @@ class TileCache:
         return new_memory(shape, like)
 
     def _makes_room(self, size: int, budget: int) -> bool:
-        """Drops tiles of later kinds until so many bytes fit into the budget; False if they cannot.
+        """Drops tiles of later kinds until so many bytes fit; False if they cannot.
 
         It waits for tiles that other threads evaluate. These ask only for memory of later kinds, so there is no deadlock.
         """

@@ -42,7 +42,7 @@ class BilinearWeights:
         return left, right
 
     def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
-        """W at the tile (i, j), which the caller may overwrite; for a symmetric K, plus the one at (j, i)."""
+        """W at the tile (i, j), which the caller may overwrite; for a symmetric K, W at (j, i) is added."""
         rows, columns = self._blocks
         product = torch.matmul(rows.blocks[i].mT, columns.blocks[j], out=out)
         return product.mul_(0.5) if self._is_symmetric and i == j else product
@@ -131,7 +131,7 @@ class TiledLinearOperator(LinearOperator):
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
         return self._tile_derivatives(MatrixWeights(weights, self.batch_shape, self.tiles()))
 
-    # Operations that `extensions.py` documents
+    # Documented in `extensions.py`
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
         _check_rows(rhs, self.shape[-1])
@@ -147,7 +147,7 @@ class TiledLinearOperator(LinearOperator):
         return self.tiles().principal_block(block).mul_(self.tile_scale)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
-        return self.tiles().dense_rows(rows) * self.tile_scale  # may have more batch dimensions
+        return self.tiles().dense_rows(rows) * self.tile_scale  # not in place: the scale may have more batch dimensions
 
     def low_precision_copy(self) -> LinearOperator:
         self.products.check(self.dtype)

@@ -17,7 +17,6 @@ from gpy_iterative.errors import RankLostError, RanksDisagreeError
 
 
 def check_group(group: "dist.ProcessGroup | Literal['world'] | None") -> None:
-    """Raises ValueError for a group that is not initialised or lacks this process, TypeError for no group."""
     if group is None:
         return
     is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
@@ -51,11 +50,11 @@ class Ranks:
 
     @property
     def on_this_machine(self) -> int:
-        """Number of ranks on this machine, from torchrun; otherwise all."""
+        """Ranks on this machine, by torchrun; otherwise all."""
         return min(int(os.environ.get("LOCAL_WORLD_SIZE", self.size)), self.size)
 
     def owns(self, i: int, j: int) -> bool:
-        """Whether this rank owns the tile (i, j): rows, columns, diagonals and blocks are shared equally."""
+        """Rows, columns, diagonals and blocks of tiles are shared equally."""
         return (i + j) // 2 % self.size == self.rank
 
     def part(self, count: int) -> slice:
@@ -64,12 +63,8 @@ class Ranks:
     def agree(self, description: str, tensors: Sequence[Tensor]) -> None:
         """Checks that all ranks have the same matrix.
 
-        Args:
-            description: of its shape and tiles.
-            tensors: that its entries depend on.
-
         Raises:
-            RanksDisagreeError: the matrices differ.
+            RanksDisagreeError: the description or tensors differ.
             ValueError: the group cannot communicate tensors of this device.
         """
         if self.size == 1:
@@ -139,7 +134,6 @@ class Ranks:
 
 
 def _checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """A hash of the entries' bits and order."""
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
         values = tensor.detach()

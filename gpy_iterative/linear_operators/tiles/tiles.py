@@ -16,7 +16,7 @@ from gpy_iterative.worker_threads import ByDevice, run, shares, summed
 
 #: Numbers of columns that CPUs multiply faster from the right.
 FEW_COLUMNS = range(2, 9)
-#: Entries of picked rows evaluated at a time.
+#: Picked entries evaluated at a time.
 PICKED_ENTRIES = ByDevice(cpu=2**20, accelerator=2**24)
 
 
@@ -47,7 +47,7 @@ class RowBlocks:
 
     @classmethod
     def of(cls, vectors: Tensor, size: int, length: int, start: int = 0) -> "RowBlocks":
-        """Blocks of vectors [*b, n, s] at rows from `start` on, with zeros in other rows of their tiles."""
+        """Blocks of vectors [*b, n, s] at rows from `start` on, padded to whole tiles by zeros."""
         first, before = divmod(start, length)
         count = -(-(before + vectors.shape[-2]) // length)
         after = count * length - before - vectors.shape[-2]
@@ -63,7 +63,7 @@ class Tiles(ABC):
 
     Args:
         symmetric: whether tile (j, i) is the transpose of (i, j); then only i <= j is evaluated.
-        length: rows and columns of a tile; the last one may have fewer.
+        length: rows and columns of a tile.
         owner: the tensors that the tiles depend on.
         like: a tensor of the tiles' dtype and device.
     """
@@ -88,7 +88,7 @@ class Tiles(ABC):
 
     @abstractmethod
     def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
-        """Writes the tile (i, j) into `out` [*b, rows, columns], and returns `out`."""
+        """Writes the tile (i, j) into `out` [*b, rows, columns]."""
 
     @abstractmethod
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
@@ -117,7 +117,6 @@ class Tiles(ABC):
         return torch.Size((*self.shape[:-2], rows.stop - rows.start, columns.stop - columns.start))
 
     def scratch(self, shape: tuple[int, ...], which: int) -> Tensor:
-        """Working memory of this thread."""
         known, key = self._memory.__dict__, (shape, which)
         if key not in known:
             known[key] = new_memory(shape, self._like)
@@ -135,10 +134,7 @@ class Tiles(ABC):
     def product(
         self, rows: slice, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
     ) -> Tensor:
-        """Some rows and columns of the matrix times rhs [*b, len(columns), s].
-
-        `tile` evaluates another matrix of the same shape and symmetry.
-        """
+        """Some rows and columns of the matrix, or of another one with tiles `tile`, times rhs [*b, len(columns), s]."""
         tile = self.tile if tile is None else tile
         start, stop, _ = rows.indices(self.shape[-2])
         wanted = _tiles_of(start, stop, self.length)
@@ -188,8 +184,6 @@ class Tiles(ABC):
         """The arguments of `Ranks.agree`."""
         return f"shape {tuple(self.shape)}, rows in tiles of {self.length}", list(self.owner)
 
-    # Parts that are evaluated and not kept
-
     def picked_product(self, rows: Tensor, rhs: Tensor) -> Tensor:
         """Arbitrary rows of an unbatched matrix times rhs [m, s]."""
         part = slice(0, self.shape[-1]) if self.ranks is None else self.ranks.part(self.shape[-1])
@@ -221,7 +215,7 @@ class Tiles(ABC):
         return shares(tasks, self._like.device)
 
     def principal_block(self, block: slice) -> Tensor:
-        """A dense diagonal block that the caller may overwrite, on every process."""
+        """A dense diagonal block, on every process."""
         if not self.symmetric:
             raise ValueError("A rectangular kernel matrix has no principal blocks.")
         start, stop, _ = block.indices(self.shape[-1])
