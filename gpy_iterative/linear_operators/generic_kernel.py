@@ -122,7 +122,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """See the argument of this name."""
+        """See the argument `dtype`."""
         return self._dtype
 
     def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:

@@ -158,7 +158,7 @@ class KernelProducts:
         return next((size for size in CUDA_TILES if _SCRATCH_BYTES * size**2 <= room), CPU_TILE)
 
     def is_fused(self, device: torch.device, rows: int, *, symmetric: bool) -> bool:
-        """Whether element-wise work is compiled; K(X*, X) has too few products for it."""
+        """Whether element-wise work is compiled; K(X*, X) has too few products."""
         if self.compile is not None:
             return self.compile
         is_worth_it = device.type == "cuda" and symmetric and rows >= FUSED_ROWS

@@ -21,7 +21,7 @@ from gpy_iterative.worker_threads import ByDevice, divided, run, shares
 #: used for smooth functions and little noise.
 TOLERANCE_TIMES_ROWS, FLOAT64_PART = 0.1, 0.01
 SMALLEST_TOLERANCE, SMALLEST_IN_FLOAT64, LARGEST_TOLERANCE = 3e-7, 1e-9, 1e-6
-#: Most entries of a far field over the tiles': for "auto", whose entries take longer on CUDA, and for a tolerance.
+#: Most entries of a far field as a part of the tiles', for "auto" and for a tolerance. On CUDA they take longer.
 AUTO_PART, GIVEN_PART = ByDevice(cpu=0.5, accelerator=0.25), 1.0
 #: Safety factor of the second attempt.
 LOWER_AIM = 0.2

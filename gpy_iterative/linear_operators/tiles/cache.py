@@ -67,7 +67,7 @@ class TileCache:
 
     @contextmanager
     def serving(self, *tensors: Tensor) -> Iterator[None]:
-        """Drops tiles of other tensors, when no thread uses them."""
+        """Waits while threads use tiles of other tensors, then drops these."""
         with self._pool.changed:
             while self._users and not self._owner.are(tensors):
                 self._pool.changed.wait()
@@ -157,7 +157,7 @@ class TileCache:
         self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
 
     def in_float32(self, tensor: Tensor) -> Tensor:
-        """The tensor in float32, or integers: one object, so that low-precision copies share tiles."""
+        """The tensor in float32 (integers unchanged): one object, so that low-precision copies share tiles."""
         known = self._in_float32.get(tensor)
         if known is None or not known[0].are([tensor]):
             single = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
