@@ -24,13 +24,11 @@ from torch.func import functional_call
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances, needs_differences
 
-#: Held while a process-wide setting is changed.
+#: Held while a process-wide setting is changed: overlapping changes would not restore it.
 GPYTORCH_SETTINGS = threading.RLock()
 
 
 class _Eager(Kernel):
-    """A kernel that is evaluated when called."""
-
     def covar_dist(
         self,
         x1: Tensor,
@@ -127,11 +125,7 @@ class _Forward(torch.nn.Module):
 
 
 class KernelFunction:
-    """A kernel as a function of its tensors, with one copy of its modules per thread.
-
-    Args:
-        own_buffers: whether calls replace buffers.
-    """
+    """A kernel as a function of its tensors, with one copy of its modules per thread."""
 
     def __init__(self, kernel: Kernel, own_buffers: bool) -> None:
         self._kernel, self._own_buffers = kernel, own_buffers

@@ -25,6 +25,7 @@ FAR_FIELD_TOLERANCES = (1e-9, 0.1)
 #: Rows from which "auto" far fields are tried.
 FAR_FIELD_ROWS = ByDevice(cpu=4000, accelerator=50_000)
 
+#: Bytes.
 MAX_CPU_CACHE = 4 * 1024**3
 #: Rows of a tile, which stays in a CPU's cache, or takes longer than the start of a CUDA kernel. CUDA's are bounded by
 #: total memory, because free memory differs between steps and ranks.

@@ -25,9 +25,9 @@ SMALLEST_TOLERANCE, SMALLEST_IN_FLOAT64, LARGEST_TOLERANCE = 3e-7, 1e-9, 1e-6
 AUTO_PART, GIVEN_PART = ByDevice(cpu=0.5, accelerator=0.25), 1.0
 #: Safety factor of the second attempt.
 LOWER_AIM = 0.2
-#: The second attempt's error may be so many tolerances.
+#: The second attempt's error may be so many tolerances: tiles would take much longer.
 MOST_MISSED = 10
-#: Proxies per skeleton point, and least proxies.
+#: Proxies per skeleton point, and least proxies: few with derivatives could lie on one side.
 PROXIES_PER_POINT, LEAST_PROXIES = 4, 160
 #: On levels of few nodes, where errors are largest, there are more.
 FEW_NODES, MORE_PROXIES = 32, 2

@@ -37,7 +37,6 @@ class Nodes:
         return self.rows.shape[1]
 
     def is_own(self) -> Tensor:
-        """Which slots do not repeat a row."""
         return torch.arange(self.size, device=self.rows.device) < self.counts.unsqueeze(-1)
 
     def diameters(self) -> Tensor:
