@@ -1,7 +1,7 @@
 """Posterior functions and `gpi.fit` for BoTorch.
 
-No other module imports BoTorch, an extra whose import changes process-wide settings of linear_operator and GPyTorch. Import
-it explicitly: `from gpy_iterative.botorch import SamplePathModel`.
+Import it explicitly: `from gpy_iterative.botorch import SamplePathModel`. No other module imports BoTorch, which changes
+settings of linear_operator and GPyTorch.
 """
 
 import copy
@@ -39,12 +39,11 @@ def fit_average_information(
         progress, options: of `gpy_iterative.fit`, from BoTorch's `optimizer_kwargs=`.
 
     Returns:
-        BoTorch's result; `message` is the status' advice. A stagnated fit gives an OptimizationWarning; then BoTorch draws
+        BoTorch's result with the status' advice. After a stagnated fit, which gives an OptimizationWarning, BoTorch draws
         new initial hyperparameters from their priors.
 
     Raises:
-        ValueError: a closure was given.
-        Others: as `gpy_iterative.fit`.
+        ValueError: a closure was given. Others: see `gpy_iterative.fit`.
     """
     if closure is not None:
         raise ValueError("fit_average_information evaluates the mll itself: leave closure= and closure_kwargs= out.")
@@ -64,12 +63,11 @@ def fit_average_information(
 class SamplePathModel(DeterministicModel):
     """Posterior functions as a BoTorch deterministic model, in the units of `model.posterior`.
 
-    Unlike `botorch.sampling.pathwise.get_matheron_path_model`, it needs no dense factor of the training data. Use it in
-    `optimize_posterior_samples(paths, bounds)`, or as the `samples` of `PathwiseThompsonSampling(model)` with
+    For `optimize_posterior_samples(paths, bounds)`, or as the `samples` of `PathwiseThompsonSampling(model)` with
     `batch_size` k.
 
     Args:
-        model: of the paths, such as a SingleTaskGP. Its present input and outcome transforms are copied and applied.
+        model: such as a SingleTaskGP. Its present input and outcome transforms are copied.
         paths: `mll.posterior().sample_paths(k)`.
 
     Raises:
@@ -85,7 +83,7 @@ class SamplePathModel(DeterministicModel):
         super().__init__()
         self.paths = paths
         self._num_outputs = model.num_outputs
-        # Not BoTorch's names: it would apply them again.
+        # Under BoTorch's names, BoTorch would apply them again.
         self._to_model = copy.deepcopy(getattr(model, "input_transform", None))
         self._from_model = copy.deepcopy(getattr(model, "outcome_transform", None))
         self.eval()
@@ -103,10 +101,10 @@ class SamplePathModel(DeterministicModel):
         """The functions at X, in the units of the model's data.
 
         Args:
-            X: [t, d] or [*b, 1, t, d] for shared points, [*b, k, t, d] for separate ones.
+            X: [t, d] or [*b, 1, t, d]; or [*b, k, t, d] for separate points, which cost k times as much.
 
         Returns:
-            [k, t, m] or [*b, k, t, m] for m outputs, differentiable in X. Separate points cost k times as much.
+            [k, t, m] or [*b, k, t, m] for m outputs, differentiable in X.
         """
         num_paths = self.paths.num_paths
         if X.dim() > 2 and X.shape[-3] not in (1, num_paths):
@@ -130,6 +128,6 @@ class SamplePathModel(DeterministicModel):
 
 
 def _lists_outputs_first(model: GPyTorchModel) -> bool:
-    """Whether outputs are a batch dimension; tasks are an input column."""
+    """Whether outputs are a batch dimension, not tasks in an input column."""
     has_one = model.num_outputs == 1 and not isinstance(model, MultiTaskGPyTorchModel)
     return has_one or isinstance(model, BatchedMultiOutputGPyTorchModel)

@@ -1,7 +1,6 @@
 """Detection of changed tensors, by version (free) or by value.
 
 Versions do not count writes through `.data`, such as GPyTorch's `initialize`: compare hyperparameters by value.
-Inference tensors have no version.
 """
 
 import weakref
@@ -15,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SeenValues:
-    """Tensors recognised by shape, dtype, device and copied values."""
+    """Tensors recognised by copied values, shape, dtype and device."""
 
     values: tuple[Tensor, ...] = ()
 
@@ -29,13 +28,13 @@ class SeenValues:
 
 @dataclass(frozen=True)
 class SeenVersions:
-    """Tensors recognised by identity and version; inference tensors by identity and value. Holds weak references.
+    """Tensors recognised by identity and version; inference tensors, which have no version, by identity and value.
 
     Attributes:
-        references: to the tensors.
-        states: versions, and for views their layouts in the base.
-        views: whether another view of the same entries counts as the tensor.
-        values: copies of the inference tensors.
+        references: to the tensors, or with `views` to their bases.
+        states: versions, and with `views` layouts.
+        views: another view of the same entries counts as the tensor.
+        values: of inference tensors.
     """
 
     references: tuple[weakref.ref[Tensor], ...] = ()
@@ -50,7 +49,6 @@ class SeenVersions:
         return cls(references, states, views, SeenValues.of(filter(Tensor.is_inference, tensors)))
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Cost: one pass over inference tensors."""
         seen = [_as_seen(tensor, self.views) for tensor in tensors]
         return (
             self.states == tuple(state for _, state in seen)
@@ -66,8 +64,8 @@ class SeenVersions:
 class SeenData:
     """Data recognised by version for the same tensors, by value for others.
 
-    Keeps the tensors without copies. Dtype and device may change. Of tensors that require gradients only the shape is
-    compared. Writes to inference tensors are not detected.
+    Dtype and device may change. Only the shape is compared of tensors that require gradients. Writes to inference tensors
+    are not detected.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -79,7 +77,6 @@ class SeenData:
         return cls(kept, SeenVersions.of(_counting_writes(kept, tensors)))
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Cost: one pass over replaced tensors."""
         return (
             len(tensors) == len(self.tensors)
             and self.versions.are(_counting_writes(self.tensors, tensors))
@@ -91,7 +88,7 @@ class SeenData:
 
 
 def same_tensor(left: Tensor, right: Tensor) -> bool:
-    """Equal shape, dtype, device and values; NaN equals NaN, as missing targets are NaN."""
+    """Equal shape, dtype, device and values; NaN, a missing target, equals NaN."""
     if left is right:
         return True
     if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
@@ -102,7 +99,7 @@ def same_tensor(left: Tensor, right: Tensor) -> bool:
 
 
 def _as_seen(tensor: Tensor, views: bool) -> tuple[Tensor, object]:
-    """The recognised tensor (a view's base with `views`), and its state."""
+    """The recognised tensor and its state."""
     version = None if tensor.is_inference() else tensor._version
     if not views:
         return tensor, version
@@ -111,7 +108,6 @@ def _as_seen(tensor: Tensor, views: bool) -> tuple[Tensor, object]:
 
 
 def _counting_writes(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors with a version that are not learned."""
     pairs = zip(tensors, originals, strict=True)
     return [tensor for tensor, original in pairs if not original.requires_grad and not tensor.is_inference()]
 

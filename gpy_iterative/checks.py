@@ -68,7 +68,7 @@ def check_same_kind(
 
 
 def check_autocast() -> None:
-    """Raises RuntimeError under `torch.autocast`, whose rounded products spoil solves and variances without a word."""
+    """Raises RuntimeError under `torch.autocast`."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise RuntimeError(
             "Gaussian processes need the products of their own dtype, and torch.autocast is on: keep only your network "

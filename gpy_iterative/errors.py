@@ -1,7 +1,7 @@
 """Errors and warnings, with advice in their messages.
 
-Numerical ones inherit from those that BoTorch handles: its line search steps over a `NanError`, its fit drops an
-attempt on a `NotPSDError` and lets a `NumericalWarning` pass.
+BoTorch handles their bases: its line search steps over a `NanError`, its fit drops an attempt on a `NotPSDError` and
+ignores a `NumericalWarning`.
 """
 
 import sys
@@ -14,7 +14,7 @@ import torch
 from linear_operator.utils.errors import NanError, NotPSDError
 from linear_operator.utils.warnings import NumericalWarning
 
-#: Packages between a user's line and ours: warnings skip their lines.
+#: Packages whose lines a warning does not point at.
 _BETWEEN = {"gpy_iterative", "gpytorch", "torch", "linear_operator", "botorch", "scipy", "contextlib", "functools"}
 
 _Held = list[tuple[str, type[Warning]]]
@@ -23,7 +23,7 @@ _held: ContextVar[_Held | None] = ContextVar("held", default=None)
 
 @contextmanager
 def held_warnings() -> Iterator[_Held]:
-    """Collects messages and categories of `warn` instead of emitting them: of a trial that may be undone."""
+    """Collects warnings of `warn`, of a trial that may be undone."""
     held: _Held = []
     token = _held.set(held)
     try:
@@ -33,7 +33,7 @@ def held_warnings() -> Iterator[_Held]:
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """`warnings.warn` that points at the user's line, at any depth."""
+    """`warnings.warn` that points at the user's line."""
     held = _held.get()
     if held is not None:
         held.append((message, category))
@@ -54,7 +54,7 @@ class NonFiniteError(NanError):
 
 
 class NotPositiveDefiniteError(NotPSDError):
-    """A matrix is not positive definite, even after the jitter ladder."""
+    """A matrix is not positive definite, even with jitter."""
 
 
 class CheckpointError(ValueError):
@@ -70,11 +70,11 @@ class UnsupportedLikelihoodError(RuntimeError):
 
 
 class RanksDisagreeError(RuntimeError):
-    """Processes with a shared kernel matrix have different data, seeds or hyperparameters."""
+    """Processes that share a kernel matrix have different data, seeds or hyperparameters."""
 
 
 class RankLostError(RuntimeError):
-    """Another process with the shared kernel matrix ended, or timed out."""
+    """Another process that shares the kernel matrix ended, or timed out."""
 
 
 class ConvergenceWarning(NumericalWarning):
@@ -90,7 +90,7 @@ class BiasWarning(NumericalWarning):
 
 
 class ApproximationWarning(NumericalWarning):
-    """An approximation is too coarse or misused: its numbers mislead."""
+    """An approximation is too coarse or misused."""
 
 
 class DataWarning(NumericalWarning):

@@ -1,8 +1,7 @@
-"""Threads that share the parts of a computation, and sizes of parts.
+"""Threads that share the parts of a computation.
 
-Torch divides each operation among OpenMP's threads, which wait for each other: if another process holds a processor,
-each operation waits. Here a worker takes the next part, such as some tiles, and runs its operations on one thread; a
-blocked worker takes none. The number of threads is `torch.set_num_threads`.
+Torch divides each operation among OpenMP's threads, which wait for each other: another busy process delays every operation.
+Here a worker takes the next part, such as some tiles, and runs its operations on one thread.
 """
 
 import os
@@ -22,16 +21,16 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 CPU = torch.device("cpu")
-#: With one part per thread, all wait for the slowest; each part of a sum costs a copy of its result.
+#: With one, all threads wait for the slowest; each part of a sum costs a copy of the result.
 PARTS_PER_THREAD = 2
 
-#: OpenMP has a number of threads per thread. Other backends have one number for all.
+#: OpenMP has a number of threads per thread, other backends one for all.
 _HAS_OWN_NUMBERS = "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
 
 
 @dataclass(frozen=True)
 class ByDevice(Generic[Number]):
-    """A number for CPUs, such as a size that fits their caches, and one for accelerators, which are slow to start."""
+    """A size for CPUs, and one for accelerators."""
 
     cpu: Number
     accelerator: Number
@@ -41,24 +40,20 @@ class ByDevice(Generic[Number]):
 
 
 class _Setting(threading.local):
-    """The user's number of threads, while torch runs on one."""
-
+    #: The user's number of threads, while torch runs on one.
     number: int | None = None
 
 
 class _Pool:
-    """The worker threads of this process, made on first use."""
-
     def __init__(self) -> None:
-        # New threads start with the number last set by any thread. A separate thread restores that after another changes
-        # its own.
+        # New threads start with the number that any thread set last; a separate thread restores it.
         self._keeper = ThreadPoolExecutor(1, "gpy_iterative-setting")
         self._workers: ThreadPoolExecutor | None = None
         self._lock, self._starting = threading.Lock(), threading.Lock()
 
     @property
     def workers(self) -> ThreadPoolExecutor:
-        """All started: a thread that begins while a late one changes its number would inherit that."""
+        # All start here: a thread that starts while another has changed its number would inherit that.
         with self._starting:
             if self._workers is None:
                 number = max(os.cpu_count() or 1, 2)
@@ -70,7 +65,7 @@ class _Pool:
         return self._workers
 
     def set_own_number(self, number: int) -> int:
-        """Sets torch's threads for the calling thread only; returns the old number."""
+        """For the calling thread only; returns the old number."""
         with self._lock:
             before = torch.get_num_threads()
             torch.set_num_threads(number)
@@ -83,8 +78,7 @@ _pool = _Pool()
 
 
 def _forget_pool() -> None:
-    """Threads do not survive a fork."""
-    global _pool
+    global _pool  # threads do not survive a fork
     _pool = _Pool()
 
 
@@ -93,7 +87,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def num_threads() -> int:
-    """Torch's number of threads, of the calling thread."""
+    """Number of threads for `run`."""
     if _setting.number is not None:
         return _setting.number
     return torch.get_num_threads() if _HAS_OWN_NUMBERS else 1
@@ -101,9 +95,9 @@ def num_threads() -> int:
 
 @contextmanager
 def divided() -> Iterator[None]:
-    """Inside, torch runs on the calling thread alone; give parallel work to `run`.
+    """Inside, torch runs on the calling thread alone; give parallel work to `run`. Other threads see no change.
 
-    Entering takes about 50 microseconds, or nothing when nested or with one thread. Other threads see no change.
+    Entering takes about 50 microseconds, unless nested or with one thread.
     """
     number = num_threads()
     if number == 1 or _setting.number is not None:
@@ -119,7 +113,7 @@ def divided() -> Iterator[None]:
 
 
 def shares(items: Sequence[Item], device: torch.device = CPU) -> list[Sequence[Item]]:
-    """Contiguous shares of similar length for `run`; one for a device other than a CPU."""
+    """Contiguous shares of similar length; one for a device other than a CPU."""
     number = num_threads()
     count = min(PARTS_PER_THREAD * number, len(items))
     if number == 1 or count <= 1 or device.type != "cpu":
@@ -129,8 +123,6 @@ def shares(items: Sequence[Item], device: torch.device = CPU) -> list[Sequence[I
 
 
 class _Work(Generic[Result]):
-    """Tasks taken one by one by several threads. The first exception ends it."""
-
     def __init__(self, tasks: Sequence[Callable[[], Result]]) -> None:
         self._next = iter(enumerate(tasks))
         self._lock = threading.Lock()
@@ -157,17 +149,16 @@ class _Work(Generic[Result]):
             self.error = self.error or error
 
     def outcome(self) -> tuple[dict[int, Result], BaseException | None]:
-        """Results and error, released here: the pool's queue keeps this object until a worker sees its cancellation."""
+        # Released here, because the pool's queue keeps this object until a worker sees its cancellation.
         results, error = self.results, self.error
         self._next, self.results, self.error = iter(()), {}, None
         return results, error
 
 
 def run(tasks: Sequence[Callable[[], Result]], device: torch.device = CPU) -> list[Result]:
-    """The tasks' results in order, from the calling thread and, on a CPU, workers.
+    """The tasks' results in order, computed by the calling thread and, on a CPU, by workers.
 
-    Threads take the tasks in any order, with the caller's grad and inference mode. Raises the first exception of a
-    task, after started tasks have ended; others are skipped.
+    Raises the first exception of a task, after started tasks have ended; others are skipped.
     """
     number = min(num_threads(), len(tasks))
     if number <= 1 or device.type != "cpu":
@@ -183,7 +174,7 @@ def run(tasks: Sequence[Callable[[], Result]], device: torch.device = CPU) -> li
             raise
         finally:
             for worker in workers:
-                if not worker.cancel():  # does not wait for workers that have not begun
+                if not worker.cancel():  # a worker that has not begun
                     worker.result()
     results, error = work.outcome()
     if error is not None:
@@ -194,7 +185,7 @@ def run(tasks: Sequence[Callable[[], Result]], device: torch.device = CPU) -> li
 def summed(
     task: Callable[[Sequence[Item]], list[torch.Tensor]], items: Sequence[Item], device: torch.device
 ) -> list[torch.Tensor]:
-    """Sums over all items: `task` returns new tensors for each share."""
+    """Sums over all items; `task` returns new tensors for a share."""
     totals, *others = run([partial(task, share) for share in shares(items, device)])
     for other in others:
         for total, part in zip(totals, other, strict=True):

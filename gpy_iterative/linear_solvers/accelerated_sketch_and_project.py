@@ -1,8 +1,7 @@
 """Accelerated sketch-and-project.
 
-Rathore et al. 2024, "Have ASkotch: a neat solution for large-scale kernel ridge regression"; Rathore et al. 2025,
-"Turbocharging Gaussian process inference with approximate sketch-and-project" (ADASAP). Acceleration: Gower et al. 2018,
-"Accelerated stochastic matrix inversion".
+Rathore et al. 2024, "Have ASkotch"; Rathore et al. 2025, "Turbocharging Gaussian process inference". Acceleration: Gower et
+al. 2018, "Accelerated stochastic matrix inversion".
 """
 
 import math
@@ -26,13 +25,11 @@ from gpy_iterative.preconditioners.nystrom import Nystrom
 
 @dataclass(frozen=True, kw_only=True)
 class _State(SolverState):
-    """Points of the acceleration and their residuals, [n, s] each."""
-
     by_column: ClassVar[tuple[str, ...]] = ("ahead", "ahead_residual", "momentum", "momentum_residual", "way_back")
 
-    ahead: Tensor  # z, where a block is solved
+    ahead: Tensor  # z [n, s], where a block is solved
     ahead_residual: Tensor
-    momentum: Tensor  # v
+    momentum: Tensor  # v [n, s]
     momentum_residual: Tensor
     way_back: WayBack
     convexity: float | None  # None without acceleration
@@ -43,16 +40,14 @@ class _State(SolverState):
 class AcceleratedSketchAndProject(IterativeSolver[_State]):
     """Accelerated sketch-and-project; an iteration solves one random block, an epoch is n / block_size iterations.
 
-    A diverging solve restarts without acceleration. Without a generator, blocks are drawn from seed 0. Other options:
-    `IterativeSolver`. Memory: fourteen blocks [n, s] and block_size rows. Cost of an iteration: block_size rows, and
-    block_size^3 / 6 multiply-adds or 2 block_size^2 rank.
+    A diverging solve restarts without acceleration. Other options: `IterativeSolver`. Memory: fourteen blocks [n, s] and
+    block_size rows.
 
     Args:
-        block_size: rows of a block, drawn without repetition; at most n.
-        rank: of a Nystrom approximation of the block, if a Cholesky factor would cost more than the rows; damped by the
-            remainder's largest eigenvalue. None: exact solves.
-        convexity: strong convexity mu, at most block_size / n. Too small: iterates oscillate; too large: they are slow.
-            None: a third of block_size / n.
+        block_size: rows of a block, at most n.
+        rank: of a damped Nystrom approximation of the block; None: exact solves.
+        convexity: mu, at most block_size / n; None: a third of that. If too small, iterates oscillate; if too large, they
+            are slow.
     """
 
     block_size: int = 512
@@ -111,7 +106,6 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         torch.lerp(iterate.residual, state.momentum_residual, share, out=state.ahead_residual)
 
     def _solve_block(self, block: Tensor, residual: Tensor, generator: torch.Generator) -> tuple[Tensor, float]:
-        """The block's exact or approximate solution, and its curvature."""
         if self.rank is None or self.rank >= len(block):
             factor = block_cholesky(block)
             return factor.solve(residual), factor.curvature
@@ -134,7 +128,6 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         )
 
     def _give_up(self, iterate: Iterate, state: _State) -> _State:
-        """Restarts the round without acceleration."""
         state.way_back.take(iterate)
         begun = self._begin(iterate, None, state.generator)
         return replace(begun, has_diverged=state.convexity is None, curvature=state.curvature)

@@ -1,7 +1,6 @@
 """Alternating projections: block coordinate descent on the block with the largest residual.
 
-Wu et al. 2024, "Large-scale Gaussian processes via alternating projection"; Lin et al. 2024, algorithm 2, with squared
-residuals as scores.
+Wu et al. 2024, "Large-scale Gaussian processes via alternating projection"; Lin et al. 2024, algorithm 2.
 """
 
 import math
@@ -20,12 +19,11 @@ from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 from gpy_iterative.worker_threads import ByDevice
 
-#: Rows of a block; fewer on a CPU because factors take cubic time.
 BLOCK = ByDevice(cpu=512, accelerator=1024)
-#: Epochs over which the pace is measured; predicted epochs above which the fallback takes over (about its own cost).
+#: Epochs over which the pace is measured; predicted epochs above which the fallback takes over.
 EPOCHS_PER_LOOK = 1.0
 PATIENCE = 3.0
-#: Bytes of all factors. In larger systems products cost far more than factors.
+#: Bytes of all kept factors.
 MAX_FACTOR_BYTES = 2**29
 
 
@@ -43,20 +41,15 @@ class _State(SolverState):
 class AlternatingProjections(IterativeSolver[_State]):
     """Alternating projections; an iteration solves one block, an epoch is n / block_size iterations.
 
-    When the pace predicts more than three further epochs, as for large matrices with little noise, conjugate gradients
-    solve the remaining columns. A block is factored in float64 if float32 fails, then with jitter, which does not
-    change the solution; a block that is indefinite beyond rounding gives the status INDEFINITE.
-
     Other options: `IterativeSolver`. Memory: eleven blocks [n, s]; [n, rank] for the fallback; n block_size numbers, at
-    most half a gigabyte, for Cholesky factors (other blocks are factored at every visit).
+    most half a gigabyte, for Cholesky factors.
 
     Args:
         block_size: rows of a block, at most n; None: 512 on a CPU, 1024 on an accelerator.
-        fallback: takes over from slow projections; its tolerances and budget are ignored. None: never, as in the
-            papers.
+        fallback: takes over when the pace predicts more than three further epochs; its tolerances and budget are ignored.
 
     Examples:
-        >>> solver = gpi.solvers.AlternatingProjections(max_epochs=10)  # a budget; `mll.report` says what it leaves
+        >>> solver = gpi.solvers.AlternatingProjections(max_epochs=10)
         >>> model = MyExactGP(train_x, train_y, likelihood)
         >>> mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, solver=solver)
     """
@@ -75,7 +68,7 @@ class AlternatingProjections(IterativeSolver[_State]):
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         block_size = self.block_size or BLOCK.on(operator.device)
         share = min(block_size / len(iterate.residual), 1.0)
-        # All diagonal blocks, visited or not.
+        # `setup` counts all diagonal blocks.
         return _State(block_size=block_size, share=share, shortfall=iterate.shortfall, setup=share)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
@@ -83,10 +76,10 @@ class AlternatingProjections(IterativeSolver[_State]):
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
         size, chosen = len(iterate.residual), state.chosen
-        if not chosen:  # sums of squares, because residuals of columns would cancel
+        if not chosen:  # squares, because a sum of residuals would cancel
             rows = pad(iterate.residual.square().sum(-1), (0, -size % state.block_size))
             scores = rows.view(-1, state.block_size).sum(-1)
-            # An accelerator makes the host wait: choose several blocks, at most half of all.
+            # Several at once on an accelerator, for which the host waits.
             count = min(READS_EVERY.on(rows.device), max(len(scores) // 2, 1))
             chosen = [int(scores.argmax())] if count == 1 else scores.topk(count).indices.tolist()
         number, *later = chosen

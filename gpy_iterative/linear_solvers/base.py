@@ -1,4 +1,4 @@
-"""The solvers' interface, and the loop of the iterative ones."""
+"""Interface of solvers, and the loop of iterative solvers."""
 
 import logging
 import math
@@ -20,24 +20,22 @@ from gpy_iterative.worker_threads import divided
 
 logger = logging.getLogger(__name__)
 
-#: Least fall of the worst residual in a round that makes progress.
+#: Least relative fall of the worst residual in a round.
 LEAST_PROGRESS = 0.01
-#: Largest residual in the norm of P^-1, in tolerances (ordinary solves have up to 2.5).
+#: Largest residual in the norm of P^-1, in tolerances.
 MAX_IN_NORM = 3.0
-#: Further solves to reach it, and epochs of each, unless the solves before took half as many.
+#: Further solves to reach it, and least budget of each in epochs.
 MAX_CONTINUATIONS, CONTINUED_EPOCHS = 4, 100
 #: Growth of residuals from which an indefinite system does not recover.
 DIVERGENCE = 1e3
-#: Rounding errors of a product below zero at which a curvature counts as negative.
+#: Rounding errors of a product by which a negative curvature is below zero.
 SLACK = 10
 
 
 class Solver(ABC):
     """Solver of H V = B for a symmetric positive definite H."""
 
-    #: Relative residual norm of columns without groups; zero without tolerance.
     tolerance: float = 0.0
-    #: The same for probes; None: the marginal log likelihood chooses.
     probe_tolerance: float | None = None
 
     def solve(
@@ -56,23 +54,21 @@ class Solver(ABC):
         """Solves H V = B.
 
         Args:
-            operator: H [*b, n, n]; a batch is solved one by one.
+            operator: H [*b, n, n]; members of a batch are solved one by one.
             rhs: B [*b, n] or [*b, n, s].
-            groups: neighbouring columns with their own tolerance, in order; None: one group "targets".
-            preconditioner: of this operator; None: the solver builds that of its options.
-            norm: P near H: each group's residual is then small in the norm of P^-1, too (three tolerances). In plain norms
-                a large term of a sum of kernels, such as a trend, hides the others.
-            initial_guess: V to start from, shaped as rhs. Each column is scaled to be nearest to the solution in the norm
-                of H.
-            guess_product: H times the guess, if known; saves one product.
-            generator: for random solvers.
+            groups: of all columns, in order; None: one group "targets".
+            preconditioner: of this operator; None: that of the solver's options.
+            norm: P near H: residuals are then also below three tolerances in the norm of P^-1.
+            initial_guess: shaped as rhs; its columns are scaled to least error.
+            guess_product: H times the guess, if known.
+            generator: for random solvers; None: seed 0.
             callback: receives progress, on an accelerator every few iterations.
 
         Returns:
-            A Solution. A missed tolerance is a status, not an exception.
+            A Solution; a missed tolerance is a status.
 
         Raises:
-            NonFiniteError: non-finite values; the caller's tensors are unchanged.
+            NonFiniteError: non-finite values.
             ValueError: shapes, dtypes or devices do not fit.
         """
         is_vector = rhs.dim() == operator.dim() - 1
@@ -96,15 +92,15 @@ class Solver(ABC):
 
     @abstractmethod
     def _solve_columns(self, system: LinearSystem) -> Solution:
-        """Solves columns [*b, n, s], without autograd."""
+        """Called without autograd."""
 
     def _after(self, spent: SolveStats) -> "Solver | None":
-        """The solver of a further solve; None if its budget is spent."""
+        """The solver with its remaining budget; None if that is spent."""
         return self
 
 
 def _small_in_norm(solver: Solver, system: LinearSystem, solution: Solution, norm: Preconditioner) -> Solution:
-    """The solution, continued until its residuals are small in the norm of P^-1."""
+    """Continues a converged solve until residuals are small in the norm of P^-1."""
     rhs, wanted = system.rhs, system.groups
     sizes = [group.size for group in wanted]
     squares = lambda vectors: [part.sum(-1) for part in (vectors * norm.solve(vectors)).sum(-2).split(sizes, dim=-1)]
@@ -113,7 +109,7 @@ def _small_in_norm(solver: Solver, system: LinearSystem, solution: Solution, nor
         if solution.status is not SolveStatus.CONVERGED:
             break
         parts = zip(squares(solution.residual), of_rhs, wanted, strict=True)
-        excesses = [  # in tolerances; none without tolerance
+        excesses = [
             float((found / known).nan_to_num(0.0).max().clamp_min(0)) ** 0.5 / (group.tolerance or math.inf)
             for found, known, group in parts
         ]
@@ -141,7 +137,7 @@ def _small_in_norm(solver: Solver, system: LinearSystem, solution: Solution, nor
 
 @dataclass(frozen=True)
 class SolveInputs:
-    """Preconditioner and generator given to `solve`."""
+    """Arguments of `solve`."""
 
     preconditioner: Preconditioner | None = None
     generator: torch.Generator | None = None
@@ -152,11 +148,10 @@ class SolverState:
     """State of an iteration besides its iterate.
 
     Attributes:
-        setup: epochs of the set-up, reported as `overhead`.
+        setup: epochs of the set-up.
         curvature: upper bound on the smallest eigenvalue of H.
-        has_diverged: whether no further step can help.
-        preconditioner: the iteration's, if any.
-        by_column: names of the fields with a part for every open column: tensors [n, s], or objects with `narrow`.
+        has_diverged: no further step can help.
+        by_column: names of fields with one part per open column: tensors [n, s], or objects with `narrow`.
     """
 
     by_column: ClassVar[tuple[str, ...]] = ()
@@ -176,8 +171,9 @@ class _Work:
     state: Any = None
     iterations: int = 0
     epochs: float = 0.0
-    setup: float = 0.0  # of earlier solvers
-    curvature: float = math.inf  # of earlier solvers
+    # Of solvers before a fallback:
+    setup: float = 0.0
+    curvature: float = math.inf
 
     def is_indefinite(self, columns: Columns) -> bool:
         lowest = self.curvature if self.state is None else min(self.curvature, float(self.state.curvature))
@@ -189,17 +185,16 @@ class IterativeSolver(Solver, Generic[State]):
     """Options of an iterative solver.
 
     Args:
-        tolerance: relative residual norm of the targets, and of columns without groups.
-        probe_tolerance: the same for probes; None: the marginal log likelihood chooses.
+        tolerance: relative residual norm of targets, and of columns without groups.
+        probe_tolerance: of probes; None: the marginal log likelihood chooses.
         max_epochs: budget, in passes over the matrix.
-        stopping: "columns" stops each column at its group's tolerance; "mean" stops all columns when every group's mean
-            norm reaches it, as in the papers' tables.
+        stopping: "columns" stops each column at its tolerance; "mean" stops all when every group's mean norm reaches it.
 
     Raises:
         ValueError: an option outside its range.
     """
 
-    #: Whether the iteration's residual is `rhs - H value`, not an estimate.
+    #: Whether the iteration's residual is `rhs - H value` up to rounding.
     recursive: ClassVar[bool] = True
 
     tolerance: float = 0.01
@@ -219,35 +214,31 @@ class IterativeSolver(Solver, Generic[State]):
         left = self.max_epochs - spent.epochs
         return replace(self, max_epochs=min(left, max(CONTINUED_EPOCHS, 2 * spent.epochs))) if left > 0 else None
 
-    # Implemented by solvers
-
     @abstractmethod
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> State:
-        """The first state."""
+        """State of the first round."""
 
     @abstractmethod
     def restart(self, iterate: Iterate, state: State) -> State:
-        """The state for a new round."""
+        """State of a new round."""
 
     @abstractmethod
     def step(self, operator: LinearOperator, iterate: Iterate, state: State) -> State:
-        """One iteration; replaces or overwrites `iterate.value` and `iterate.residual`."""
+        """One iteration; replaces or overwrites the iterate's value and residual."""
 
     @abstractmethod
     def work_per_step(self, operator: LinearOperator, state: State) -> float:
-        """Epochs of the next step."""
+        """Epochs of a step."""
 
     def narrow(self, state: State, columns: Tensor) -> State:
-        """The state of the remaining columns."""
+        """State of the remaining columns."""
         parts = {name: getattr(state, name) for name in state.by_column}
         pick = lambda part: part[:, columns] if torch.is_tensor(part) else part.narrow(columns)
         return replace(state, **{name: pick(part) for name, part in parts.items()})
 
     def after_step(self, iterate: Iterate, state: State) -> tuple[State, "IterativeSolver[Any] | None"]:
-        """The state after an observed step, and a solver that takes over, if any."""
+        """The state after an observed step, and a solver that takes over or None."""
         return state, None
-
-    # The loop
 
     @divided()
     def _solve_columns(self, system: LinearSystem) -> Solution:
@@ -301,7 +292,7 @@ class IterativeSolver(Solver, Generic[State]):
         inputs: SolveInputs,
         callback: Callable[[SolveProgress], None] | None,
     ) -> SolveStatus | None:
-        """One round. A status says why another round cannot help; None: it may."""
+        """One round; a status if another cannot help."""
         operator, begun_at = columns.operator, columns.shortfall()
         while True:
             epochs = work.epochs + work.solver.work_per_step(operator, work.state)
@@ -320,7 +311,7 @@ class IterativeSolver(Solver, Generic[State]):
                 work.state = work.solver.narrow(work.state, remaining)
             if columns.is_refined and columns.has_lost_the_matrix(iterate, work.iterations, work.epochs):
                 return None
-            if iterate.shortfall * columns.eps > begun_at:  # no digit of the start is left
+            if iterate.shortfall * columns.eps > begun_at:  # rounding errors exceed the start's residual
                 return None
             work.state, successor = work.solver.after_step(iterate, work.state)
             has_grown = iterate.shortfall > DIVERGENCE * begun_at
@@ -333,7 +324,7 @@ class IterativeSolver(Solver, Generic[State]):
 
 
 def is_negative(curvature: float, operator: LinearOperator, eps: float) -> bool:
-    """Whether a curvature of H [n, n], with relative errors eps, is negative beyond rounding."""
+    """Whether a curvature of H, whose entries have relative errors eps, is negative beyond rounding."""
     if not curvature < 0:
         return False
     largest = float(operator.diagonal(dim1=-1, dim2=-2).abs().max())
@@ -341,7 +332,7 @@ def is_negative(curvature: float, operator: LinearOperator, eps: float) -> bool:
 
 
 def lowest_curvature(directions: Tensor, energies: Tensor) -> Tensor:
-    """Smallest energy / v^T v of directions v [n, s] with energies v^T H v [s]; infinite if all are zero."""
+    """Smallest v^T H v / v^T v of columns v [n, s] with energies v^T H v [s]; infinite if all are zero."""
     squares = directions.square().sum(-2)
     quotients = energies / squares.clamp_min(torch.finfo(squares.dtype).tiny)
     return torch.where((squares > 0) & (quotients == quotients), quotients, torch.inf).amin()

@@ -1,4 +1,4 @@
-"""Dense Cholesky factors of whole systems and of blocks."""
+"""Dense Cholesky factors of systems and blocks."""
 
 import math
 import time
@@ -18,13 +18,12 @@ from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveSta
 
 #: Jitters to try in turn, relative to the largest diagonal entry.
 JITTERS = (1e-8, 1e-6, 1e-4)
-#: For matrices that have no factor.
 ADVICE = "Keep the noise away from zero (a noise constraint), use float64, or check the kernel."
 
 
 @dataclass(frozen=True)
 class CholeskyFactor:
-    """H = L L^T in float64, whatever the operator's dtype."""
+    """H = L L^T, in float64 for every dtype of H."""
 
     lower: Tensor  # L [*b, n, n]
     dtype: torch.dtype  # of results
@@ -34,20 +33,20 @@ class CholeskyFactor:
         return torch.cholesky_solve(rhs.double(), self.lower).to(self.dtype)
 
     def whiten(self, rhs: Tensor) -> Tensor:
-        """L^-1 rhs for [*b, n, s], in float64; its Gram matrix is rhs^T H^-1 rhs."""
+        """L^-1 rhs for [*b, n, s], in float64."""
         return torch.linalg.solve_triangular(self.lower, rhs.double(), upper=False)
 
     def logdet(self) -> Tensor:
-        """The log-determinant of H, [*b]."""
+        """The log-determinant of H [*b]."""
         return (2 * self.lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)).to(self.dtype)
 
     def inverse(self) -> Tensor:
         """H^-1 [*b, n, n]."""
-        # Rounding matters less here than in the entries of H.
+        # In the original dtype, whose rounding matters less here than in H.
         return torch.cholesky_inverse(self.lower.to(self.dtype))
 
     def extended(self, rows: Tensor) -> "CholeskyFactor | None":
-        """The factor with new rows [*b, m, n + m], for n^2 m multiply-adds; None if it needs jitter."""
+        """The factor with new rows [*b, m, n + m]; None if it needs jitter. Cost: n^2 m multiply-adds."""
         batch, size = rows.shape[:-2], self.lower.shape[-1]
         lower = self.lower.expand(*batch, size, size)
         cross, block = rows.double().split([size, rows.shape[-2]], dim=-1)
@@ -61,10 +60,10 @@ class CholeskyFactor:
 
 @dataclass(frozen=True)
 class Cholesky(Solver):
-    """Dense solver in float64: 8 n^2 bytes, n^3 / 6 multiply-adds, no budget.
+    """Dense solver in float64: 8 n^2 bytes, n^3 / 6 multiply-adds.
 
     `solve` ignores preconditioner, initial guess, generator and callback. The status is STAGNATED if rounding or jitter
-    leaves a residual above the columns' tolerance (without one, .01).
+    leaves a residual above the tolerance (.01 for groups without).
     """
 
     tolerance: ClassVar[float] = 0.01
@@ -75,7 +74,7 @@ class Cholesky(Solver):
 
         Raises:
             NonFiniteError: an entry is not finite.
-            NotPositiveDefiniteError: a relative jitter of 1e-4 does not help; smaller jitters warn.
+            NotPositiveDefiniteError: a relative jitter of 1e-4 does not help. Needed jitter gives a warning.
         """
         dense = to_dense(operator)
         return CholeskyFactor(warned_cholesky(dense.double(), "The kernel matrix with noise", dense.dtype), dense.dtype)
@@ -97,7 +96,7 @@ class Cholesky(Solver):
 
 
 def jittered_cholesky(matrix: Tensor, name: str, jitters: Sequence[float] = JITTERS) -> tuple[Tensor, float]:
-    """Factors of float64 matrices [*b, n, n] and the largest jitter; raises as `Cholesky.factorize`."""
+    """Factors of float64 matrices [*b, n, n] and the largest jitter; raises like `Cholesky.factorize`."""
     _check_finite(matrix, name)
     scale = matrix.diagonal(dim1=-2, dim2=-1).abs().amax(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
     factor, info = torch.linalg.cholesky_ex(matrix)
@@ -117,7 +116,7 @@ def jittered_cholesky(matrix: Tensor, name: str, jitters: Sequence[float] = JITT
 
 
 def warned_cholesky(matrix: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """`jittered_cholesky` that warns of jitter; `dtype` is the matrix's original one."""
+    """Warns of jitter; `dtype` is the original dtype."""
     factor, jitter = jittered_cholesky(matrix, name)
     if jitter:
         warn(
@@ -130,22 +129,15 @@ def warned_cholesky(matrix: Tensor, name: str, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockFactor:
-    """Cholesky factor of a block."""
-
     lower: Tensor  # [m, m], float32 or float64
     curvature: float = math.inf  # smallest eigenvalue of a block that needed jitter
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """block^-1 rhs for [m, s], in the dtype of rhs."""
         return torch.cholesky_solve(rhs.to(self.lower.dtype), self.lower).to(rhs.dtype)
 
 
 def block_cholesky(block: Tensor) -> BlockFactor:
-    """Factor of a block [m, m]: in its dtype, else in float64, else with jitter.
-
-    Raises:
-        NonFiniteError: an entry is not finite.
-    """
+    """Factor of a block [m, m]: in its dtype, else in float64, else with jitter. Raises NonFiniteError."""
     for matrix in (block, block.double()):
         lower, info = torch.linalg.cholesky_ex(matrix)
         if not info:

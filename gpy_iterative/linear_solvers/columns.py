@@ -1,9 +1,7 @@
 """A linear system, and its columns during a solve.
 
-A column within its tolerance leaves the block. A round ends with true residuals; if these miss the tolerance, another
-follows. In lower precision, a round solves H' d = r with a low-precision copy H' and adds corrections d that lower the
-true residual: iterative refinement (Carson & Higham 2018, "Accelerating the solution of linear systems by iterative
-refinement in three precisions").
+Columns within their tolerance leave. A round ends with true residuals; if these miss a tolerance, another follows. Rounds
+with a low-precision copy H' solve H' d = r for corrections d: iterative refinement (Carson & Higham 2018).
 """
 
 import itertools
@@ -23,11 +21,11 @@ from gpy_iterative.linear_solvers.solution import ColumnGroup, FarFieldLimit, So
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.worker_threads import CPU, ByDevice
 
-#: Watched rows, on which running and true residuals are compared; smaller systems use all.
+#: Watched rows, on which running residuals are compared with true ones.
 VERIFIED_ROWS = 256
-#: Allowed difference of a running residual from the true one, in tolerances.
+#: Allowed difference, in tolerances.
 ALLOWED_DRIFT = 0.1
-#: Part of the last copy's norm below which a best iterate is copied.
+#: An iterate is kept when its norm is below this part of the last kept one's.
 WORTH_A_COPY = 0.9
 #: Iterations between readings, for which the host waits.
 READS_EVERY = ByDevice(cpu=1, accelerator=4)
@@ -38,24 +36,24 @@ LIMITING_PART = 0.5
 #: Far-field errors below this many rounding errors are no limit.
 ROUNDING = 4
 MAX_ROUNDS, MAX_REFINEMENTS = 10, 50
-#: Iterations of a low-precision copy between comparisons with true residuals; also their least work, in comparisons.
+#: Least iterations, and work in comparisons, between comparisons of a low-precision copy with H.
 WATCHED_EVERY = 20
-#: Largest growth of residuals on a low-precision copy, which rounding may make indefinite.
+#: Largest growth of residuals with a low-precision copy, which may be indefinite.
 DIVERGENCE = 1e3
 
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """H V = B with the arguments of `Solver.solve`; raises ValueError where they do not fit."""
+    """Arguments of `Solver.solve`; raises ValueError where they do not fit."""
 
-    operator: LinearOperator  # H [*b, n, n]
-    rhs: Tensor  # B [*b, n, s]
-    groups: Sequence[ColumnGroup]  # of all s columns
+    operator: LinearOperator  # [*b, n, n]
+    rhs: Tensor  # [*b, n, s]
+    groups: Sequence[ColumnGroup]
     preconditioner: Preconditioner | None = None
-    initial_guess: Tensor | None = None  # [*b, n, s]
+    initial_guess: Tensor | None = None
     generator: torch.Generator | None = None
     callback: Callable[[SolveProgress], None] | None = None
-    guess_product: Tensor | None = None  # H times the guess
+    guess_product: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_autocast()
@@ -83,7 +81,6 @@ class LinearSystem:
             raise ValueError("guess_product was given without its initial_guess. Give both, or neither.")
 
     def members(self) -> Iterator["LinearSystem"]:
-        """The systems [n, n] of a batch."""
         for index in itertools.product(*map(range, self.operator.batch_shape)):
             parts = {name: getattr(self, name) for name in ("preconditioner", "initial_guess", "guess_product")}
             yield replace(
@@ -96,10 +93,7 @@ class LinearSystem:
 
 @dataclass
 class Iterate:
-    """The open columns [n, s]; steps may overwrite value and residual.
-
-    The shortfall is the largest residual over its tolerance, as last observed.
-    """
+    """The open columns [n, s]; shortfall is the last observed ratio of residual norm and tolerance, the largest."""
 
     value: Tensor
     residual: Tensor
@@ -110,11 +104,8 @@ class Iterate:
 class Columns:
     """Columns of one system [n, n], scaled to right-hand sides of norm one.
 
-    Without `recursive`, an iterate counts only with its true residual. `operator` is H or its low-precision copy, with
-    rounding error `eps`. `value`, `residual` and relative `norms` (on the host) are the best so far. `overhead` counts
-    passes over the matrix.
-
-    Raises NonFiniteError where a right-hand side, its norm or the guess is not finite.
+    `operator` is H or its low-precision copy. `value`, `residual` and `norms` (on the host) are the best so far. `overhead`
+    counts passes over the matrix. Raises NonFiniteError.
     """
 
     def __init__(self, system: LinearSystem, *, stopping: Literal["columns", "mean"], recursive: bool) -> None:
@@ -132,22 +123,19 @@ class Columns:
         self._tolerances = torch.tensor(tolerances, dtype=torch.float64, device=CPU).clamp_min(
             torch.finfo(torch.float64).tiny
         )
-        # Refinement leaves room for the copy's error.
         self._aims = self._tolerances * (LOWER_AIM if self.is_refined else 1.0)
         self._open = self._round = every = torch.arange(rhs.shape[-1], device=CPU)
         self._watched = torch.linspace(0, len(rhs) - 1, min(VERIFIED_ROWS, len(rhs)), device=rhs.device).long()
 
         self._norms_of(rhs, every, iteration=0)  # an overflow would scale the column to zero
-        norms = torch.linalg.vector_norm(rhs, dim=-2, dtype=torch.float64).to(
-            rhs.dtype
-        )  # tiny squares must not underflow
-        # Any scale suits a zero column.
+        # In float64, because tiny squares would underflow.
+        norms = torch.linalg.vector_norm(rhs, dim=-2, dtype=torch.float64).to(rhs.dtype)
         self.scale = torch.where(norms > 0, norms, 1.0)
         self._rhs = rhs / self.scale
         self._far_field_error = far_field_error(system.operator) if len(rhs) > VERIFIED_ROWS else None
         self.value, self.residual = self._start(system.initial_guess, system.guess_product)
         self.norms = self._norms_of(self.residual, every, iteration=0)
-        #: Norms that exact rows add to the residuals of products.
+        # Norms that exact rows add to residuals with a far field.
         self._beside_exact_rows = torch.zeros_like(self.norms)
         if system.initial_guess is not None and self._far_field_error is not None:
             true = self._true_rows(every.to(rhs.device), self.value)
@@ -155,7 +143,7 @@ class Columns:
             self.norms = torch.hypot(self.norms, self._beside_exact_rows)
 
     def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Value and residual of the guess, scaled to least error or as given; zero where that has a smaller residual."""
+        """Value and residual of the guess, scaled to least error or as given; zero where that is better."""
         if guess is None:
             return torch.zeros_like(self._rhs), self._rhs.clone()
         self.overhead += 1  # also for the caller's product
@@ -164,7 +152,7 @@ class Columns:
         energy = (guess * product).sum(-2)
         factor = (guess * self._rhs).sum(-2) / torch.where(energy > 0, energy, torch.ones_like(energy))
         norm_for = lambda factor: torch.linalg.vector_norm(self._rhs - product * factor, dim=-2)
-        # NaN must stay NaN, to be found.
+        # Written so that NaN stays NaN, which raises later.
         is_useless = (norm_for(factor) >= 1) | (energy <= 0)
         if is_useless.any():
             as_given = (norm_for(torch.ones_like(factor)) < 1).to(factor)  # rounding may have spoilt the energy
@@ -172,21 +160,18 @@ class Columns:
         return guess * factor, self._rhs - product * factor
 
     def shortfall(self) -> float:
-        """Largest norm over its tolerance of the best iterates."""
+        """Of the best iterates."""
         return float(self._shortfalls(self.norms, self._tolerances).max()) if len(self.norms) else 0.0
 
     def _shortfalls(self, norms: Tensor, tolerances: Tensor) -> Tensor:
-        """Norms over tolerances; with stopping="mean" the largest ratio of a group's means."""
         if self._stopping == "columns":
             return norms / tolerances
         pairs = zip(norms.split(self._sizes), tolerances.split(self._sizes), strict=True)
         ratios = [float(norm.mean() / goal.mean()) for norm, goal in pairs if len(norm)]
         return torch.full_like(norms, max(ratios, default=0.0))
 
-    # A round: begin, observe, end
-
     def begin(self) -> Iterate | None:
-        """The columns that are not done, from their best iterates or zero corrections; None if all are."""
+        """Columns above their tolerance, with best iterates or zero corrections; None if all are done."""
         self._open = self._round = (self._shortfalls(self.norms, self._tolerances) > 1).nonzero().squeeze(-1)
         if not len(self._open):
             return None
@@ -197,7 +182,7 @@ class Columns:
         if self.is_refined:
             residual = residual.to(self.operator.dtype)
             value, rhs = torch.zeros_like(residual), residual.clone()
-            # Worth a true residual, but before the copy's error dominates.
+            # End the round before the copy's error dominates.
             aims = aims.maximum(self.eps**0.5 * self.norms)
             self._kept = self.value.new_zeros(self.value.shape, dtype=self.operator.dtype)
         else:
@@ -210,7 +195,7 @@ class Columns:
         return Iterate(value, residual, rhs, float(self._shortfalls(self._running, self._round_aims).max()))
 
     def observe(self, iterate: Iterate, iteration: int) -> Tensor | None:
-        """Removes done columns from the block; returns those that stay, None for all."""
+        """Removes done columns; returns those that stay, None if all stay."""
         norms = self._running[self._open] = self._norms_of(iterate.residual, self._open, iteration)
         shortfalls = self._shortfalls(self._running, self._round_aims)
         iterate.shortfall, leaving = float(shortfalls.max()), shortfalls[self._open] <= 1
@@ -225,10 +210,7 @@ class Columns:
         return staying
 
     def has_lost_the_matrix(self, iterate: Iterate, iteration: int, epochs: float) -> bool:
-        """Whether a low-precision copy's residuals have grown, or are nearer to zero than to the true ones.
-
-        The round must then end. `epochs` is the total work.
-        """
+        """Whether a low-precision copy's residuals have grown, or are nearer to zero than to the true ones."""
         if (self._running > DIVERGENCE * self.norms)[self._round].any():
             return True
         cost = len(self._watched) / len(self._rhs)
@@ -242,7 +224,6 @@ class Columns:
         return bool(torch.linalg.matrix_norm(drift) > torch.linalg.matrix_norm(residual))
 
     def end(self, iterate: Iterate, iteration: int) -> None:
-        """Closes the round with true residuals."""
         if len(self._open):  # the last iterations may not have been observed
             norms = self._running[self._open] = self._norms_of(iterate.residual, self._open, iteration)
             self._keep(iterate, norms, torch.ones_like(norms, dtype=torch.bool))
@@ -251,7 +232,7 @@ class Columns:
         self._aims[seemed_done & (self._shortfalls(self.norms, self._tolerances) > 1)] *= LOWER_AIM
 
     def _keep(self, iterate: Iterate, norms: Tensor, leaving: Tensor) -> None:
-        """Keeps the iterates of leaving columns; of a recursive iteration all best ones."""
+        """Keeps iterates of leaving columns; with running residuals, every best one."""
         if self._recursive:
             best = self._kept_norms[self._open]
             leaving = (norms < WORTH_A_COPY * best) | (leaving & (norms < best))
@@ -265,7 +246,7 @@ class Columns:
             _copy_columns(self._kept_residual, target, iterate.residual, index)
 
     def _accept(self, iteration: int) -> None:
-        """Takes kept iterates or corrections that lower the true residual, or all if it agrees on the watched rows."""
+        """Takes kept iterates whose true residual is lower, or all if running residuals agree on the watched rows."""
         columns, running = self._round.to(self._rhs.device), self._kept_residual
         value = self._kept[:, columns].to(self.value.dtype)
         if self.is_refined:
@@ -289,7 +270,6 @@ class Columns:
         _copy_columns(self.residual, target, residual, index)
 
     def far_field_limit(self) -> FarFieldLimit | None:
-        """The far field's figures, if its error keeps a column from its tolerance."""
         rounding = ROUNDING * torch.finfo(self._rhs.dtype).eps
         if self._far_field_error is None or self._far_field_error < rounding or not len(self.norms):
             return None
@@ -300,7 +280,6 @@ class Columns:
         return FarFieldLimit(self._far_field_error, residual, tolerance)
 
     def _norms_of_rows(self, residual: Tensor) -> Tensor:
-        """Norms estimated from the watched rows."""
         norms = torch.linalg.vector_norm(residual, dim=0).double().cpu()
         return norms * math.sqrt(len(self._rhs) / VERIFIED_ROWS)
 

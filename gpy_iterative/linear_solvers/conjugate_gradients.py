@@ -1,7 +1,6 @@
 """Preconditioned conjugate gradients, with step sizes by column.
 
-Gardner et al. 2018 (pivoted Cholesky preconditioner); Diaz et al. 2023 (random pivots); Lin et al. 2024, algorithm 1, with
-the first direction preconditioned.
+Gardner et al. 2018; Diaz et al. 2023 (random pivots); Lin et al. 2024, algorithm 1.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,23 +19,18 @@ from gpy_iterative.preconditioners.preconditioner import Preconditioner, Precond
 
 @dataclass(frozen=True)
 class ConjugateDirections:
-    """State of the recurrence, shared with the randomly truncated series."""
-
     direction: Tensor  # d [n, s]
     product: Tensor  # r^T P^-1 r [s]
     preconditioner: Preconditioner | None  # P; None is the identity
 
     @classmethod
     def begin(cls, residual: Tensor, preconditioner: Preconditioner | None) -> Self:
-        # The printed algorithm does not precondition here, and diverges. Cloned: a step overwrites the residual.
+        # Algorithm 1 does not precondition here, and diverges. Cloned, because a step overwrites the residual.
         direction = (residual if preconditioner is None else preconditioner.solve(residual)).clone()
         return cls(direction, (residual * direction).sum(0), preconditioner)
 
     def advance(self, operator: LinearOperator, residual: Tensor) -> tuple[Self, Tensor, Tensor]:
-        """One product with H: the next state, the step length [s] and d^T H d [s]. Overwrites the residual.
-
-        The caller adds `direction * length` to the solution.
-        """
+        """The next state, the step length [s] along d, and d^T H d [s]. Overwrites the residual."""
         along = operator._matmul(self.direction)
         energy = (self.direction * along).sum(0)
         length = _ratio(self.product, energy)
@@ -70,7 +64,7 @@ class ConjugateGradients(IterativeSolver[_State]):
     Other options: `IterativeSolver`. Memory: eight blocks [n, s], and [n, rank].
 
     Args:
-        preconditioner: recipe that `solve` builds if it gets none, with its generator; None for no preconditioner.
+        preconditioner: recipe, used if `solve` gets no preconditioner; None: none.
 
     Examples:
         >>> kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))

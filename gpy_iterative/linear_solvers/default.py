@@ -13,16 +13,15 @@ from gpy_iterative.preconditioners.suited import LowRankOrVecchia
 
 #: Up to this size a dense factor costs less than an iterative solve.
 EXACT_BELOW = 3000
-#: Matrix rows per rank of the fallback, and its largest rank.
 ROWS_PER_COLUMN = 16
 MAX_FALLBACK_RANK = 500
 
 
 def default_solver(operator: LinearOperator) -> Solver:
-    """Default solver for [*b, n, n].
+    """Cholesky up to 3,000 rows.
 
-    Cholesky up to 3,000 rows. Beyond, alternating projections for tiled matrices, and conjugate gradients for structured
-    operators and far fields, whose products are cheap.
+    Beyond, alternating projections for tiled matrices; conjugate gradients for structured operators and far fields, whose
+    products are cheap.
     """
     if operator.shape[-1] <= EXACT_BELOW:
         return Cholesky()
@@ -35,6 +34,5 @@ def default_solver(operator: LinearOperator) -> Solver:
 
 
 def conjugate_gradients(size: int) -> ConjugateGradients:
-    """Preconditioned conjugate gradients for tiled matrices of this size."""
     rank = min(max(size // ROWS_PER_COLUMN, 1), MAX_FALLBACK_RANK)
     return ConjugateGradients(preconditioner=LowRankOrVecchia(rank))

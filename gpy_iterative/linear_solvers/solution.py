@@ -42,11 +42,11 @@ class SolveStatus(Enum):
 
     @property
     def advice(self) -> str:
-        """Advice for the user."""
+        """What the user can change."""
         return self.advice_for(None)
 
     def advice_for(self, dtype: torch.dtype | None) -> str:
-        """Advice for this dtype."""
+        """Advice for this dtype; None: any."""
         more = ""
         if dtype != torch.float64 and self in (SolveStatus.STAGNATED, SolveStatus.INDEFINITE):
             more += " Or use float64."
@@ -61,12 +61,11 @@ SOLVED = (SolveStatus.CONVERGED, SolveStatus.TRUNCATED)
 
 @dataclass(frozen=True)
 class ColumnGroup:
-    """Right-hand sides that share a tolerance.
+    """Neighbouring right-hand sides that share a tolerance.
 
     Attributes:
-        name: in the statistics.
-        size: number of neighbouring columns.
-        tolerance: relative residual norm at which a column is done.
+        size: number of columns.
+        tolerance: relative residual norm; zero without tolerance.
     """
 
     name: str
@@ -76,12 +75,12 @@ class ColumnGroup:
 
 @dataclass(frozen=True)
 class FarFieldLimit:
-    """A far field whose error keeps a solve from its tolerance; figures of the worst column.
+    """A far field whose error keeps a solve from its tolerance.
 
     Attributes:
-        error: measured error of its entries, relative to their standard deviation.
-        residual: relative norm that exact rows add to the residual.
-        tolerance: of the solve.
+        error: of its entries, relative to their standard deviation.
+        residual: relative norm that exact rows add to the worst column's residual.
+        tolerance: of that column.
     """
 
     error: float
@@ -90,7 +89,7 @@ class FarFieldLimit:
 
     @property
     def suggested_tolerance(self) -> float:
-        """Far-field tolerance that uses half of the solve's tolerance, to one digit."""
+        """Uses half of the solve's tolerance, in one digit."""
         wanted = max(0.5 * self.error * self.tolerance / self.residual, FAR_FIELD_TOLERANCES[0])
         step = 10.0 ** math.floor(math.log10(wanted))
         return max(math.floor(wanted / step + 1e-9), 1) * step
@@ -110,12 +109,11 @@ class SolveStats:
     """Cost and accuracy of a solve.
 
     Attributes:
-        iterations: of the solver.
         epochs: passes over the matrix in iterations.
-        overhead: passes outside the budget: set-up (preconditioner, factors, step size) and true residuals.
+        overhead: passes outside the budget: set-up and true residuals.
         residual_norms: true relative residual by group: the largest, or the mean with stopping="mean".
-        seconds: wall-clock time.
-        far_field: set if a far field's error causes a missed tolerance.
+        seconds: wall-clock.
+        far_field: set if its error causes a missed tolerance.
     """
 
     iterations: int
@@ -151,7 +149,7 @@ class SolveStats:
 
 @dataclass(frozen=True)
 class SolveProgress:
-    """Progress for a callback; residual norms are estimates."""
+    """Progress for a callback; residual norms are the running ones."""
 
     iteration: int
     epochs: float
@@ -160,13 +158,12 @@ class SolveProgress:
 
 @dataclass(frozen=True)
 class Solution:
-    """Result of a solve. A warm start needs only `value`.
+    """Result of a solve.
 
     Attributes:
-        value: [*b, n, s], the best iterate of each column.
-        residual: [*b, n, s], the true `rhs - H value`; gradients depend on it.
-        status: how the solve ended; the worst of a batch.
-        stats: cost and accuracy.
+        value: V [*b, n, s].
+        residual: the true `rhs - H value` [*b, n, s].
+        status: the worst of a batch.
         preconditioner: for another solve with this operator; None for a batch.
     """
 
@@ -178,7 +175,6 @@ class Solution:
 
 
 def warn_of(what: str, status: SolveStatus, stats: SolveStats, dtype: torch.dtype) -> None:
-    """Emits a ConvergenceWarning with residuals and advice."""
     norms = ", ".join(f"{name} {norm:.2g}" for name, norm in stats.residual_norms.items())
     warn(
         f"{what} ended with status {status.name.lower()} after {stats.epochs:.1f} epochs (relative residuals: {norms}). "

@@ -1,8 +1,7 @@
-"""Stochastic gradient descent and stochastic dual descent, with momentum.
+"""Stochastic gradient descent and stochastic dual descent.
 
-Gradient descent: Lin et al. 2024, algorithm 3, with a true initial residual, a permutation of the rows per epoch, and a
-stable step size. Dual descent: Lin, Padhy et al. 2024, "Stochastic gradient descent for Gaussian processes done right",
-algorithm 1; here the rows also update the residual, which stays true.
+Gradient descent: Lin et al. 2024, algorithm 3. Dual descent: Lin, Padhy et al. 2024, "Stochastic gradient descent for
+Gaussian processes done right", algorithm 1; here rows also update the residual.
 """
 
 import itertools
@@ -25,19 +24,19 @@ from gpy_iterative.worker_threads import CPU
 #: Power iterations stop when the eigenvalue grows by less than this part.
 EIGENVALUE_TOLERANCE = 0.05
 MAX_POWER_ITERATIONS = 10
-#: Growth of a residual at which a round restarts with a smaller step.
+#: Growth of a residual at which a round restarts.
 DIVERGENCE = 10.0
 MAX_HALVINGS = 5
 
 
 @dataclass(frozen=True)
 class WayBack:
-    """Start of a round, and residuals at which it restarts."""
+    """Start of a round, and residual norms [s] above which it restarts."""
 
-    value: Tensor  # [n, s]
-    residual: Tensor  # [n, s]
-    limit: Tensor  # residual norms [s]
-    steps: Iterator[int] = field(default_factory=itertools.count)  # accelerators are read every few steps
+    value: Tensor
+    residual: Tensor
+    limit: Tensor
+    steps: Iterator[int] = field(default_factory=itertools.count)  # on accelerators norms are read every few steps
 
     @classmethod
     def to(cls, iterate: Iterate) -> "WayBack":
@@ -72,8 +71,6 @@ State = TypeVar("State", bound=DescentState)
 
 @dataclass(frozen=True, kw_only=True)
 class StochasticDescent(IterativeSolver[State]):
-    """Descent with momentum on random batches of rows."""
-
     state_class: ClassVar[Any]
 
     batch_size: int = 500
@@ -89,11 +86,11 @@ class StochasticDescent(IterativeSolver[State]):
 
     @abstractmethod
     def _largest_stable_product(self) -> float:
-        """Largest stable product of step size and curvature."""
+        """Of step size and curvature."""
 
     @abstractmethod
     def _at_rest(self, iterate: Iterate) -> dict[str, Tensor]:
-        """The state's tensors, at the iterate without velocity."""
+        """The state's tensors, without velocity."""
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> State:
         generator = torch.Generator().manual_seed(0) if inputs.generator is None else inputs.generator
@@ -113,13 +110,13 @@ class StochasticDescent(IterativeSolver[State]):
         return min(self.batch_size / operator.shape[-1], 1.0)
 
     def _within_bounds(self, operator: LinearOperator, iterate: Iterate, state: State, residual: Tensor) -> State:
-        """The state, or a restart with half the step size if residuals [n, s] grew."""
+        """The state; or a restart with half the step size if residuals [n, s] grew."""
         growth = state.way_back.growth(residual)
-        # The loop reports residuals that no step size keeps finite.
+        # The loop raises NonFiniteError for residuals that no step size keeps finite.
         if growth <= 1 or (not math.isfinite(growth) and state.halvings == MAX_HALVINGS):
             return state
         grown = iterate.value - state.way_back.value
-        # Negative curvature means that no step size helps.
+        # If it is negative, no step size helps.
         curvature = float(lowest_curvature(grown, (grown * operator._matmul(grown)).sum(0)))
         state.way_back.take(iterate)
         return replace(
@@ -140,7 +137,7 @@ def row_permutation(operator: LinearOperator, generator: torch.Generator) -> Ten
 
 
 def largest_eigenvalue(operator: LinearOperator, generator: torch.Generator) -> tuple[float, int]:
-    """A lower estimate by power iterations, and its number of products."""
+    """A lower bound by power iterations, and the number of products."""
     shape, device = (operator.shape[-1], 1), generator.device
     vector = torch.randn(shape, generator=generator, device=device, dtype=operator.dtype).to(operator.device)
     largest = 0.0
@@ -157,22 +154,21 @@ class _GradientState(DescentState):
     by_column: ClassVar[tuple[str, ...]] = ("momentum", "way_back")
 
     momentum: Tensor  # of the heavy ball, [n, s]
-    order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long, device=CPU))  # of the rows
-    position: int = 0  # in this order
+    order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long, device=CPU))
+    position: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StochasticGradientDescent(StochasticDescent[_GradientState]):
     """Stochastic gradient descent; an epoch is n / batch_size iterations.
 
-    Convergence is checked on true residuals, for an epoch of overhead. A diverging solve restarts with half the step size,
-    at most five times. Without a generator, rows are permuted from seed 0. Other options: `IterativeSolver`. Memory: ten
-    blocks [n, s].
+    A check of true residuals costs an epoch of overhead. A diverging solve restarts with half the step size, at most five
+    times. Other options: `IterativeSolver`. Memory: ten blocks [n, s].
 
     Args:
         batch_size: rows of a batch, at most n.
         momentum: of the heavy ball.
-        learning_rate: of the mean gradient over a batch; None: half the stability limit
+        learning_rate: for the mean gradient of a batch; None: half the stability limit
             min(2 (1 + momentum) n / lambda_max(H), 2 (1 - momentum) batch_size / max H_ii).
     """
 
@@ -213,16 +209,15 @@ class _DualState(DescentState):
 class StochasticDualDescent(StochasticDescent[_DualState]):
     """Stochastic dual descent; an epoch is n / batch_size iterations.
 
-    The residual is always true. A diverging solve restarts with half the step size, at most five times. Without a
-    generator, coordinates are drawn from seed 0. Other options: `IterativeSolver`. Memory: fourteen blocks [n, s] and
+    Restarts as in `StochasticGradientDescent`. Other options: `IterativeSolver`. Memory: fourteen blocks [n, s] and
     batch_size rows.
 
     Args:
-        batch_size: coordinates of a batch, drawn without repetition; at most n.
+        batch_size: coordinates of a batch, at most n.
         momentum: Nesterov's.
-        learning_rate: of the mean gradient over a batch (n times the paper's step size); None: half of
+        learning_rate: for the mean gradient of a batch (n times the paper's step size); None: half of
             min((2 + 2 momentum) / (1 + 2 momentum) n / lambda_max(H), 2 (1 - momentum) batch_size / max H_ii).
-        averaging: weight of the newest iterate in the geometric average; 1: the last iterate. (Papers: 100 / iterations.)
+        averaging: weight of the newest iterate in the geometric average; 1: the last iterate. (Paper: 100 / iterations.)
     """
 
     state_class: ClassVar[type] = _DualState

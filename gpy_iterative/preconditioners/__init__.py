@@ -1,7 +1,6 @@
 """Preconditioners: approximations of the system that are cheap to solve and to sample.
 
-Begin with `preconditioner.py`. `pivoted_cholesky.py` and `nystrom.py` are low rank plus diagonal, `vecchia.py` has a
-sparse inverse factor, `suited.py` chooses. It may import `linear_operators` and below.
+Begin with `preconditioner.py`; `suited.py` chooses one. It may import `linear_operators` and below.
 """
 
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, LowRankRecipe, NystromFactor

@@ -15,24 +15,22 @@ from gpy_iterative.preconditioners.preconditioner import Preconditioner, Precond
 
 #: Up to this many columns a transposed product is faster.
 FEW_COLUMNS = 8
-#: Rows multiplied at a time; sums are in float64.
+#: Rows multiplied, and columns of I + W^T W computed, at a time.
 CHUNK = 4096
-#: Columns of the inner matrix computed at a time.
 COLUMNS = 256
-#: Norm of rounding errors in the inner matrix (eigenvalues of 1 and more) beyond which products are in float64.
+#: Rounding errors of I + W^T W, whose eigenvalues are at least 1, beyond which products are in float64.
 ROUNDING = 0.1
 
 
 class LowRankPlusDiagonal(Preconditioner):
-    """S = L L^T + diag(d), a preconditioner or the covariance of probes.
+    """S = L L^T + diag(d) = d^1/2 (I + W W^T) d^1/2 with W = d^-1/2 L.
 
-    With W = d^-1/2 L, S = d^1/2 (I + W W^T) d^1/2. Construction costs n k^2 / 2 multiply-adds, a solve with s columns
-    2 n k s; in float64 if the factor's dtype is too coarse for I + W^T W.
+    Cost in multiply-adds: n k^2 / 2 for construction, 2 n k s for a solve.
 
     Args:
         factor: L [*b, n, k].
         diagonal: d [*b, n], positive.
-        build_epochs: passes over the matrix for the factor; None: k / n.
+        build_epochs: None: k / n.
 
     Raises:
         NonFiniteError: an entry is not finite, or the diagonal not positive.
@@ -44,7 +42,7 @@ class LowRankPlusDiagonal(Preconditioner):
         squares = sum(
             ((rows / root).square().sum(-2) for rows, root in _whitened_parts(factor, diagonal)), factor.new_zeros(())
         )
-        #: Largest norm of the diagonal of W^T W.
+        # Of the diagonal of W^T W.
         self._norm = float(torch.linalg.vector_norm(squares, dim=-1).amax())
         self._cholesky, info = torch.linalg.cholesky_ex(_inner_matrix(factor, diagonal, self._working_dtype))
         if info.any():  # I + W^T W is positive definite if finite
@@ -55,12 +53,12 @@ class LowRankPlusDiagonal(Preconditioner):
 
     @property
     def rank(self) -> int:
-        """The number k of columns."""
+        """Columns k of L."""
         return self.factor.shape[-1]
 
     @property
     def smallest(self) -> Tensor:
-        """The smallest entry of d."""
+        """See `Preconditioner.smallest`."""
         return self.diagonal.amin(-1)
 
     def __getitem__(self, index: int | tuple[int, ...]) -> Self:
@@ -71,7 +69,7 @@ class LowRankPlusDiagonal(Preconditioner):
         return member
 
     def to(self, dtype: torch.dtype) -> Self:
-        """The inner factor stays in float64."""
+        """See `Preconditioner.to`; the inner factor stays in float64."""
         converted = copy.copy(self)
         for name in ("factor", "diagonal"):
             setattr(converted, name, getattr(self, name).to(dtype))
@@ -82,17 +80,16 @@ class LowRankPlusDiagonal(Preconditioner):
         return _times(self.factor, _times(self.factor.mT, rhs)) + self.diagonal.unsqueeze(-1) * rhs
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """S^-1 rhs for [*b, n, s], by Woodbury's identity."""
-        if self._working_dtype != rhs.dtype:
+        """S^-1 rhs for [*b, n, s]."""
+        if self._working_dtype != rhs.dtype:  # errors along large eigenvectors of H would spoil conjugate gradients
             return self._solve_in_float64(rhs)
         diagonal = self.diagonal.unsqueeze(-1)
         return (rhs - _times(self.factor, self._inner_solve(_times(self.factor.mT, rhs / diagonal)))) / diagonal
 
     def _solve_in_float64(self, rhs: Tensor) -> Tensor:
-        """Errors of S^-1 rhs along the largest eigenvectors of H would keep conjugate gradients from converging."""
         diagonal = self.diagonal.unsqueeze(-1)
         whitened = rhs.double() / diagonal
-        # Vectors as rows take a third of the time on a CPU.
+        # Vectors as rows, for speed on a CPU.
         inner = whitened.new_zeros(*rhs.shape[:-2], rhs.shape[-1], self.rank)
         for rows, vectors in zip(_in_float64(self.factor), whitened.split(CHUNK, dim=-2), strict=True):
             inner += vectors.mT.contiguous() @ rows
@@ -108,13 +105,13 @@ class LowRankPlusDiagonal(Preconditioner):
         return (inner + self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
     def sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
-        """Xi = L w + d^1/2 e for white w [*b, k, s] and e [*b, n, s]."""
+        """Xi = L w + d^1/2 e of covariance S, for white w [*b, k, s] and e [*b, n, s]."""
         return _times(self.factor, factor_base) + self.diagonal.sqrt().unsqueeze(-1) * diagonal_base
 
     def dual_sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
-        """S^-1 xi = d^-1/2 (e + W (I + W^T W)^-1 (w - W^T e)), without cancellation.
+        """S^-1 xi = d^-1/2 (e + W (I + W^T W)^-1 (w - W^T e)).
 
-        E[xi (S^-1 xi)^T] is the identity for any rounding of the inner matrix; trace estimates need this.
+        E[xi (S^-1 xi)^T] is the identity whatever the rounding of I + W^T W, so that trace estimates are unbiased.
         """
         root = self.diagonal.sqrt().unsqueeze(-1)
         whitened = diagonal_base / root
@@ -132,7 +129,7 @@ class LowRankPlusDiagonal(Preconditioner):
 
 
 class NystromFactor(LowRankPlusDiagonal):
-    """S for a system K + diag(d) with L L^T <= K, so that the preconditioned spectrum is at least 1."""
+    """S for a system K + diag(d) with L L^T <= K: preconditioned eigenvalues are at least 1."""
 
 
 def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
@@ -140,7 +137,7 @@ def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _in_float64(matrix: Tensor) -> Iterator[Tensor]:
-    """Blocks of rows in float64; each overwrites the one before."""
+    """Blocks of rows; each overwrites the one before."""
     buffer = matrix.new_empty(*matrix.shape[:-2], CHUNK, matrix.shape[-1], dtype=torch.float64)
     for rows in matrix.split(CHUNK, dim=-2):
         yield buffer[..., : rows.shape[-2], :].copy_(rows)
@@ -164,14 +161,14 @@ def _inner_matrix(factor: Tensor, diagonal: Tensor, dtype: torch.dtype) -> Tenso
 
 
 class LowRankRecipe(PreconditionerRecipe):
-    """Recipe of a low rank plus diagonal preconditioner."""
+    """Recipe of a `LowRankPlusDiagonal`."""
 
     @abstractmethod
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> LowRankPlusDiagonal: ...
 
 
 def kernel_and_noise(operator: LinearOperator) -> tuple[LinearOperator, Tensor, Tensor | None]:
-    """K [*b, n, n], its diagonal [*b, n], and the noise [*b, n]; without noise the operator itself and None."""
+    """K [*b, n, n], its diagonal, and the noise [*b, n], None for an operator without noise."""
     noisy = isinstance(operator, NoisyLinearOperator)
     kernel = operator.kernel if noisy else operator
     if kernel.shape != operator.shape:

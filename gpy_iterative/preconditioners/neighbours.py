@@ -11,18 +11,16 @@ from gpy_iterative.worker_threads import num_threads
 
 #: Growth of the trees' sizes.
 GROWTH = 1.5
-#: Neighbours searched at a time, over all points.
+#: Neighbours per search, over all points.
 FOUND = 2**22
 
 
 class Tree:
-    """Points [n, d] with nearest-neighbour search in O(log n)."""
-
     def __init__(self, points: Tensor) -> None:
         self._tree = cKDTree(points.double().cpu().numpy())
 
     def nearest(self, points: Tensor, count: int) -> Tensor:
-        """Indices [t, count] of the nearest to points [t, d]; count is at most n."""
+        """Indices [t, count <= n] of the nearest to points [t, d]."""
         coordinates = points.double().cpu().numpy()
         _, found = self._tree.query(coordinates, k=np.arange(1, count + 1), workers=num_threads())
         return torch.from_numpy(found).to(points.device)
@@ -33,10 +31,10 @@ def random_order(size: int, generator: torch.Generator) -> Tensor:
 
 
 def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
-    """A permutation [n] of points [n, d] with early points far apart.
+    """A permutation [n] of points [n, d] with early points far apart; approximate, O(n log n).
 
-    Approximate, O(n log n): groups are removed from the end: first repeated points, then those of the closest half
-    whose nearest neighbour precedes them in a random order.
+    Removes groups from the end: repeated points first, then those of the closest half whose nearest neighbour precedes them
+    in a random order.
     """
     coordinates = points.double().cpu().numpy()
     left = random_order(len(coordinates), generator).numpy()
@@ -50,17 +48,14 @@ def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _finest(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which distinct points are removed, and distances to nearest neighbours."""
+    """Which distinct points to remove, and distances to nearest neighbours."""
     distances, nearest = cKDTree(points).query(points, k=[2], workers=num_threads())
     distances, nearest = distances[:, 0], nearest[:, 0]
     return (nearest < np.arange(len(points))) & (distances <= np.median(distances)), distances
 
 
 def previous_neighbours(points: Tensor, count: int) -> Tensor:
-    """The nearest previous points [n, count] of each point [n, d], int64 on the CPU; unused places are 0.
-
-    Cost: n queries in trees of growing size.
-    """
+    """The nearest previous points [n, count] of each point [n, d], int64 on the CPU; unused places are 0."""
     coordinates = points.double().cpu().numpy()
     size = len(coordinates)
     result = np.zeros((size, count), dtype=np.int64)
@@ -75,7 +70,6 @@ def previous_neighbours(points: Tensor, count: int) -> Tensor:
 
 
 def _fill(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarray) -> None:
-    """Fills these rows from a tree that has at least all points before them."""
     asked = math.ceil(GROWTH * result.shape[1]) + 8
     while len(rows):
         asked = min(asked, tree.n)
@@ -85,7 +79,7 @@ def _fill(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarra
 
 
 def _fill_from(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarray, asked: int) -> np.ndarray:
-    """Fills rows from their nearest `asked` points; returns rows that have too few previous ones."""
+    """Fills rows from their nearest `asked` points; returns rows with too few previous ones."""
     count = result.shape[1]
     _, found = tree.query(points[rows], k=np.arange(1, asked + 1), workers=num_threads())
     is_before = found < rows[:, None]

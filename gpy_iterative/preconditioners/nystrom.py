@@ -21,9 +21,6 @@ class Nystrom(LowRankRecipe):
 
     Args:
         rank: dimension of the subspace, at most n.
-
-    Raises:
-        ValueError: a rank below 1.
     """
 
     rank: int = 100
@@ -33,23 +30,15 @@ class Nystrom(LowRankRecipe):
 
     @torch.no_grad()
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> NystromFactor:
-        """The factor of a system H [*b, n, n].
+        """See `PreconditionerRecipe.build`.
 
-        Cost: one product with k columns (an epoch) and 3 n k^2 multiply-adds.
-
-        Args:
-            operator: K plus noise, or another positive definite operator; the mean of its remaining diagonal then replaces
-                the noise.
-            generator: None: seed 0.
-
-        Raises:
-            NonFiniteError: the factor is not finite.
+        Without noise the mean remaining diagonal replaces it. Cost: one product with k columns, 3 n k^2 multiply-adds.
         """
         kernel, diagonal, noise = kernel_and_noise(operator)
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         shape = (*diagonal.shape, min(self.rank, diagonal.shape[-1]))
         drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=operator.dtype)
-        test_matrix = cast(Tensor, torch.linalg.qr(drawn.to(operator.device)).Q)  # basis of the subspace
+        test_matrix = cast(Tensor, torch.linalg.qr(drawn.to(operator.device)).Q)  # basis C
         product = kernel._matmul(test_matrix).detach()
         block = test_matrix.mT.double() @ product.double()
         block = (block + block.mT) / 2

@@ -1,8 +1,7 @@
-"""Pivoted Cholesky factors of a kernel matrix, plus noise, with greedy or random pivots.
+"""Pivoted Cholesky factors of a kernel matrix, plus noise.
 
-Greedy: Harbrecht et al. 2012, "On the low-rank approximation by the pivoted Cholesky decomposition"; preconditioner:
-Gardner et al. 2018. Random: Chen et al. 2022, "Randomly pivoted Cholesky"; in blocks: Epperly et al. 2024, "Embrace
-rejection"; preconditioner: Diaz et al. 2023, "Robust, randomized preconditioning for kernel ridge regression".
+Greedy pivots: Harbrecht et al. 2012; Gardner et al. 2018. Random pivots: Chen et al. 2022, "Randomly pivoted Cholesky";
+Epperly et al. 2024, "Embrace rejection"; Diaz et al. 2023.
 """
 
 import itertools
@@ -23,10 +22,7 @@ NOT_FINITE = "The kernel matrix has NaN or infinite entries. Check the data and 
 
 
 class PivotedCholeskyFactor(LowRankPlusDiagonal):
-    """L L^T + diag(d), built on the pivots [*b, k].
-
-    `jitter` [*b] is the raised jitter, relative to the largest diagonal entry of the pivots' block, or 0.
-    """
+    """L L^T + diag(d), with its pivots [*b, k] and raised jitter [*b] (see `factor_on`)."""
 
     def __init__(self, factor: Tensor, diagonal: Tensor, pivots: Tensor, jitter: Tensor) -> None:
         super().__init__(factor, diagonal)
@@ -39,13 +35,6 @@ class PivotedCholesky(LowRankRecipe):
 
     Args:
         rank: columns of the factor, at most n.
-
-    Raises:
-        ValueError: a rank below 1.
-
-    Examples:
-        >>> gpi.solvers.ConjugateGradients(preconditioner=gpi.preconditioners.PivotedCholesky(rank=400)).preconditioner.rank
-        400
     """
 
     rank: int = 100
@@ -63,20 +52,17 @@ class PivotedCholesky(LowRankRecipe):
         generator: torch.Generator | None = None,
         known: PivotedCholeskyFactor | None = None,
     ) -> PivotedCholeskyFactor:
-        """The factor of a system H [*b, n, n].
+        """See `PreconditionerRecipe.build`.
 
-        The search stops early when the remaining diagonal is rounding noise (duplicate rows); a batch stops together.
-        Cost: k rows of the matrix and n k^2 multiply-adds per member.
+        The rank is lower where the remaining diagonal is rounding noise, as with duplicate rows. Without noise, the
+        remaining diagonal replaces it. Cost: k rows of the matrix, n k^2 multiply-adds.
 
         Args:
-            operator: K plus noise, or another positive definite operator; its remaining diagonal then replaces the noise.
-            pivots: [*b, k] of an earlier factor: no search, and the factor is smooth in the hyperparameters.
+            operator: H.
+            pivots: [*b, k] of an earlier factor: no search, and a factor smooth in the hyperparameters.
             correct_diagonal: adds diag(K - L L^T), so that S has the diagonal of H.
-            generator: of random pivots; None: seed 0.
-            known: a factor of the same operator, whose L is used if it has the same pivots.
-
-        Raises:
-            NonFiniteError: the factor is not finite.
+            generator: of random pivots.
+            known: a factor of H, whose L is used if it has these pivots.
         """
         kernel, diagonal, noise = kernel_and_noise(operator)
         if known is not None and pivots is not None and torch.equal(known.pivots, pivots):
@@ -98,14 +84,13 @@ class PivotedCholesky(LowRankRecipe):
 
     @torch.no_grad()
     def low_rank(self, operator: LinearOperator) -> Tensor:
-        """L [*b, n, k]; cost as `build`."""
+        """L [*b, n, k]."""
         kernel, diagonal, _ = kernel_and_noise(operator)
         return self._factor(kernel, diagonal, None, torch.Generator().manual_seed(0))[0]
 
     def _factor(
         self, kernel: LinearOperator, diagonal: Tensor, pivots: Tensor | None, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """L [*b, n, k], pivots [*b, k] and jitter [*b]."""
         batch, size = diagonal.shape[:-1], diagonal.shape[-1]
         members = []
         for index in itertools.product(*map(range, batch)):
@@ -126,7 +111,7 @@ class PivotedCholesky(LowRankRecipe):
 
     def _grow(self, partial: "PartialCholesky", generator: torch.Generator) -> None:
         while partial.rank < partial.capacity:
-            # Not a number, which would go to the host.
+            # A tensor: a number would make the host wait.
             pivot = partial.rest.argmax().unsqueeze(0)
             left = partial.rest[pivot]
             if left <= partial.stop:
@@ -138,14 +123,11 @@ class PivotedCholesky(LowRankRecipe):
 class RandomlyPivotedCholesky(PivotedCholesky):
     """Recipe for a pivoted Cholesky factor with random pivots, in proportion to the remaining diagonal.
 
-    Greedy pivots take outliers first. Cost: as `PivotedCholesky`, plus block_size^2 kernel entries per round.
+    Cost: as `PivotedCholesky`, plus block_size^2 kernel entries per round.
 
     Args:
         rank: columns of the factor, at most n.
-        block_size: proposals at a time, without effect on the distribution; None: rank / 10, at least 8.
-
-    Raises:
-        ValueError: a rank or block size below 1.
+        block_size: candidates per round; does not change the distribution. None: rank / 10, at least 8.
     """
 
     block_size: int | None = None
@@ -159,7 +141,7 @@ class RandomlyPivotedCholesky(PivotedCholesky):
         proposals = max(8, math.ceil(self.rank / 10)) if self.block_size is None else self.block_size
         while (
             partial.rank < partial.capacity and not (partial.rest <= partial.stop).all()
-        ):  # NaN must go on, to be found
+        ):  # NaN must reach `propose`, which raises
             candidates = partial.propose(proposals, generator)
             block = partial.rest_of(candidates)
             # Rounding errors of running differences could be proposed without end.
@@ -173,42 +155,32 @@ class RandomlyPivotedCholesky(PivotedCholesky):
 
 
 class PartialCholesky:
-    """A growing L [n, k] with L L^T <= K, exact on its pivots.
+    """A growing L [n, k] with L L^T <= K [n, n], exact on its pivots.
 
-    Args:
-        kernel: K [n, n].
-        diagonal: of K [n].
-        capacity: the largest rank.
-
-    Attributes:
-        rest: diagonal of K - L L^T [n].
-        stop: largest rest that is rounding noise.
-        rank: k.
+    `rest` is the diagonal of K - L L^T [n]; up to `stop` it is rounding noise.
     """
 
     def __init__(self, kernel: LinearOperator, diagonal: Tensor, capacity: int) -> None:
         self.kernel, self.capacity, self.rank = kernel, capacity, 0
         self.rest, self.stop = diagonal.clone(), torch.finfo(diagonal.dtype).eps * diagonal.max()
-        # L^T, for contiguous memory access.
+        # L^T
         self._columns = diagonal.new_zeros(capacity, diagonal.shape[-1])
         self._pivots = torch.zeros(capacity, dtype=torch.long, device=diagonal.device)
 
     @property
     def factor(self) -> Tensor:
-        """L [n, k]."""
         return self._columns[: self.rank].mT
 
     @property
     def pivots(self) -> Tensor:
-        """Pivots [k] in the order of choice."""
         return self._pivots[: self.rank]
 
     def append(self, columns: Tensor, pivots: Tensor) -> None:
-        """Adds columns of L, as rows [p, n], and their pivots [p]."""
+        """Adds columns of L [p, n] and their pivots [p]."""
         first, self.rank = self.rank, self.rank + len(pivots)
         self._columns[first : self.rank], self._pivots[first : self.rank] = columns, pivots
         self.rest = self.rest - columns.square().sum(0)
-        # Columns that take more than is left show how large rounding errors are; further ones would be only these.
+        # A negative rest is a rounding error.
         self.stop = self.stop.maximum(-self.rest.min())
         self.rest.clamp_min_(0)
         self.rest[self.pivots] = 0
@@ -225,20 +197,19 @@ class PartialCholesky:
         return entries - known.mT @ known
 
     def propose(self, size: int, generator: torch.Generator) -> Tensor:
-        """Random rows [size], with repetition."""
+        """Random rows [size], with repetition. Raises NonFiniteError."""
         left = self.rest.masked_fill(self.rest <= self.stop, 0).double().cumsum(-1)
         if not torch.isfinite(left[-1]):
             raise NonFiniteError(NOT_FINITE)
         drawn = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).to(left.device)
-        # `right`: a drawn 0 must not find a row without rest.
+        # `right`, because a drawn 0 must not choose a row without rest.
         return torch.searchsorted(left, drawn * left[-1], right=True).clamp_max(len(left) - 1)
 
 
 def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple[Tensor, Tensor]:
-    """At most `most` accepted candidates and their lower Cholesky factor.
+    """Accepted candidates and their lower Cholesky factor, from K - L L^T [p, p] and uniform draws [p].
 
-    `block` [p, p] is K - L L^T on the candidates, `threshold` [p] uniform draws. A candidate is accepted with the share of
-    its diagonal entry that earlier ones leave.
+    The probability is the part of a diagonal entry that earlier accepted candidates leave.
     """
     rest, start, chosen = block.clone(), block.diagonal().clone(), []
     columns = [block[:, :0]]
@@ -254,15 +225,10 @@ def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple
 
 
 def factor_on(rows: Tensor, block: Tensor) -> tuple[Tensor, float]:
-    """L = K C R^-T [n, k] with R the Cholesky factor of C^T K C, and its raised jitter.
+    """L = K C R^-T [n, k] from rows C^T K and block C^T K C (float64), with R the Cholesky factor of the block plus jitter.
 
-    The jitter keeps L L^T below K. Where the block has eigenvalues below minus half of it (rounding), it is raised to
-    twice their size, continuously in the hyperparameters. The result is relative to the block's largest diagonal entry;
-    0 if not raised.
-
-    Args:
-        rows: C^T K [k, n]; for pivots, rows of K.
-        block: C^T K C [k, k] in float64.
+    The jitter, relative to the largest diagonal entry, keeps L L^T below K. It is raised if rounding gives the block an
+    eigenvalue below minus half of it, continuously in the hyperparameters, and then returned, else 0.
     """
     if not torch.isfinite(block).all():
         raise NonFiniteError(NOT_FINITE)
@@ -274,6 +240,6 @@ def factor_on(rows: Tensor, block: Tensor) -> tuple[Tensor, float]:
     if torch.linalg.cholesky_ex(block + 0.5 * jitter * scale * identity).info:
         jitter = raised = -2 * float(torch.linalg.eigvalsh(block)[0]) / scale
     lower = torch.linalg.cholesky(block + jitter * scale * identity)
-    # Faster than a solve with n columns, and float64 has digits left.
+    # Faster than a solve with n columns.
     inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
     return (inverse @ rows.double()).mT.to(rows.dtype), raised

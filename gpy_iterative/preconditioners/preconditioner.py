@@ -1,4 +1,4 @@
-"""Interfaces of a preconditioner and of its recipe."""
+"""Interfaces."""
 
 from abc import ABC, abstractmethod
 from typing import Self
@@ -9,18 +9,15 @@ from torch import Tensor
 
 
 class Preconditioner(ABC):
-    """A symmetric positive definite S [*b, n, n] that approximates a system H.
+    """A symmetric positive definite S [*b, n, n] that approximates a system H."""
 
-    Attributes:
-        build_epochs: passes over the matrix for construction.
-    """
-
+    #: Passes over the matrix for construction.
     build_epochs: float
 
     @property
     @abstractmethod
     def smallest(self) -> Tensor:
-        """A lower bound on the eigenvalues of S, [*b]."""
+        """A lower bound on the eigenvalues of S [*b]."""
 
     @abstractmethod
     def solve(self, rhs: Tensor) -> Tensor:
@@ -32,7 +29,7 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def to(self, dtype: torch.dtype) -> Self:
-        """The same for another dtype."""
+        """A conversion to another dtype."""
 
     @abstractmethod
     def __getitem__(self, index: int | tuple[int, ...]) -> "Preconditioner":
@@ -40,7 +37,7 @@ class Preconditioner(ABC):
 
 
 class PreconditionerRecipe(ABC):
-    """Options of a preconditioner."""
+    """Options of a preconditioner; ValueError for an option outside its range."""
 
     @abstractmethod
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> Preconditioner:
@@ -49,4 +46,7 @@ class PreconditionerRecipe(ABC):
         Args:
             operator: K plus noise, or any positive definite operator.
             generator: for random recipes; None: seed 0.
+
+        Raises:
+            NonFiniteError: an entry is not finite.
         """

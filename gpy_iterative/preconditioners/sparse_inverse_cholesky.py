@@ -1,4 +1,4 @@
-"""Preconditioner S = (B^T B)^-1 with a sparse B."""
+"""Sparse inverse Cholesky factor."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ LARGEST = 2**31 - 1
 
 
 class SparseInverseCholesky(Preconditioner):
-    """S = (B^T B)^-1, with B triangular in the order of elimination.
+    """S = (B^T B)^-1 with a sparse B, lower triangular in the order of elimination.
 
-    A solve with s columns costs 2 n (m + 1) s multiply-adds. Memory: B and its sorted transpose.
+    A solve costs 2 n (m + 1) s multiply-adds. Memory: B and its transpose.
 
     Args:
         order: [n], the system's rows in the order of elimination.
-        neighbours: [n, m], positions below i of off-diagonal entries of row i; unused: 0, with weight 0.
-        weights: [n, m], entries of B at the neighbours.
+        neighbours: [n, m], columns of B's off-diagonal entries; unused: 0, with weight 0.
+        weights: [n, m], these entries.
         diagonal: [n], diagonal of B, positive.
         jitter: the largest jitter, relative to variances.
     """
@@ -50,7 +50,7 @@ class SparseInverseCholesky(Preconditioner):
 
     @property
     def smallest(self) -> Tensor:
-        """A bound by the 1- and infinity-norms of B."""
+        """See `Preconditioner.smallest`."""
         rows = self.weights.abs().sum(-1) + self.diagonal
         columns = torch.zeros_like(rows).index_add_(0, self.neighbours.flatten(), self.weights.abs().flatten())
         return 1 / (rows.amax() * (columns + self.diagonal).amax())
@@ -67,7 +67,7 @@ class SparseInverseCholesky(Preconditioner):
         return converted
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """S^-1 rhs = B^T B rhs for [n, s]."""
+        """B^T B rhs for [n, s]."""
         return self.dual_sample(self.whiten(rhs))
 
     def whiten(self, rhs: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class SparseInverseCholesky(Preconditioner):
         return (-2 * self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
     def sample(self, base: Tensor) -> Tensor:
-        """Xi = B^-1 e, of covariance S, for white e [n, s]."""
+        """Xi = B^-1 e of covariance S, for white e [n, s]."""
         result = torch.zeros_like(base)
         for rows in self._levels:
             known = embedding_bag(self.neighbours[rows], result, per_sample_weights=self.weights[rows], mode="sum")
@@ -94,7 +94,7 @@ class SparseInverseCholesky(Preconditioner):
 
     @cached_property
     def _levels(self) -> tuple[Tensor, ...]:
-        """Rows of each level: their neighbours are in lower levels, so that they are not neighbours of each other."""
+        """Rows by level; their neighbours are in lower levels."""
         neighbours, level = self.neighbours.cpu().numpy(), np.zeros(len(self.order), dtype=np.int32)
         for start, stop in _independent_ranges(neighbours.max(-1)):
             level[start:stop] = level[neighbours[start:stop]].max(-1) + 1
@@ -103,7 +103,7 @@ class SparseInverseCholesky(Preconditioner):
 
 
 def _independent_ranges(last: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that are not neighbours of each other, given each row's last neighbour [n]."""
+    """Ranges of rows that are not each other's neighbours, from their last neighbours [n]."""
     start, size = 0, len(last)
     while start < size:
         stop, length = start + 1, 64
@@ -118,7 +118,7 @@ def _independent_ranges(last: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _weighted_sums(index: Tensor, starts: Tensor, weights: Tensor, vectors: Tensor) -> Tensor:
-    """Row i [s] sums weights_e vectors[index_e] for e from starts_i to starts_{i+1}."""
+    """Row i is the sum of weights_e vectors[index_e] for starts_i <= e < starts_{i+1}."""
     vectors, rows = vectors.contiguous(), range(len(starts) - 1)
     if vectors.device.type != "cpu":
         return _bags(index, starts, weights, vectors)

@@ -1,4 +1,4 @@
-"""Choice of a preconditioner: low rank, or Vecchia's sparse inverse factor."""
+"""Choice of a preconditioner."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from gpy_iterative.preconditioners.vecchia import Vecchia
 
 #: Mean remaining variance over the noise, above which Vecchia's factor is better.
 LEFT_OVER = 3.0
-#: Inputs up to which trees are fast.
+#: Input dimensions up to which trees are fast.
 MOST_INPUTS = 8
 
 
@@ -25,15 +25,8 @@ MOST_INPUTS = 8
 class LowRankOrVecchia(PreconditionerRecipe):
     """`RandomlyPivotedCholesky(rank)`, or `Vecchia()` where the low rank leaves more than three times the noise.
 
-    Vecchia needs one system (no batch) with at most eight inputs; a far field then chooses it directly, but not for RBF
-    kernels alone, whose rank is low and whose far points a neighbour does not screen, nor beside kernels that are not
-    radial, such as periodic ones. Cost: the low rank, plus Vecchia's factor if chosen.
-
-    Args:
-        rank: of the low rank.
-
-    Raises:
-        ValueError: a rank below 1.
+    Vecchia needs one system with at most eight input dimensions. A far field chooses it without a low rank, unless all
+    kernels are RBF or one is not radial: neighbours then do not screen far points.
     """
 
     rank: int
@@ -42,7 +35,7 @@ class LowRankOrVecchia(PreconditionerRecipe):
         check_count("rank", self.rank)
 
     def for_far_field(self, operator: LinearOperator) -> Vecchia | None:
-        """Vecchia's recipe if a far field chooses it, else None."""
+        """Vecchia's recipe if it is chosen without a low rank, else None."""
         is_chosen = _has_neighbours(operator) and _is_screened(operator) and far_field_error(operator) is not None
         return Vecchia() if is_chosen else None
 
@@ -58,7 +51,7 @@ class LowRankOrVecchia(PreconditionerRecipe):
 
 
 def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:
-    """Mean of diag(K - L L^T) over the noise; 0 without noise."""
+    """Mean of diag(K - L L^T) over that of the noise; 0 without noise."""
     _, diagonal, noise = kernel_and_noise(operator)
     if noise is None:
         return 0.0
@@ -67,13 +60,11 @@ def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:
 
 
 def _is_screened(operator: LinearOperator) -> bool:
-    """Whether near points tell what far ones do: all kernels are radial, and not all of them RBF."""
     kernels = [part for part in all_parts(operator) if isinstance(part, TiledLinearOperator)]
     functions = [part.function for part in kernels if isinstance(part, RadialKernelLinearOperator)]
     return len(functions) == len(kernels) and any(function != RBF for function in functions)
 
 
 def _has_neighbours(operator: LinearOperator) -> bool:
-    """Whether this is one system whose inputs suit a tree."""
     points = None if operator.batch_shape else kernel_inputs(operator)
     return points is not None and points.shape[-1] <= MOST_INPUTS

@@ -1,7 +1,6 @@
-"""Vecchia's approximation as a preconditioner: a sparse inverse Cholesky factor.
+"""Vecchia's approximation as a preconditioner.
 
-Vecchia 1988; Schaefer et al. 2021, "Sparse Cholesky factorization by Kullback-Leibler minimization"
-(arXiv 2004.14455; the best factor of its sparsity); Gyger et al. 2024 (arXiv 2405.14492; preconditioner).
+Vecchia 1988; Schaefer et al. 2021 (arXiv 2004.14455: best factor of its sparsity); Gyger et al. 2024 (arXiv 2405.14492).
 """
 
 from dataclasses import dataclass
@@ -32,22 +31,9 @@ LEAST_JITTER = 1e-10
 class Vecchia(PreconditionerRecipe):
     """Recipe for H^-1 ~ B^T B, where row i of B is exact given the m nearest previous points.
 
-    In few effective input dimensions the quality does not fall with n.
-
     Args:
         num_neighbours: m, at most n - 1 (B is then exact).
         ordering: "random", or "maximin" (early points far apart).
-
-    Raises:
-        ValueError: num_neighbours below 1, or another ordering.
-
-    Examples:
-        >>> solver = gpi.solvers.ConjugateGradients(preconditioner=gpi.preconditioners.Vecchia(num_neighbours=20))
-        >>> model = MyExactGP(train_x, train_y, likelihood)
-        >>> mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, solver=solver, generator=0)
-        >>> (-mll(model(train_x), train_y)).backward()
-        >>> mll.report.status.name
-        'CONVERGED'
     """
 
     num_neighbours: int = 30
@@ -60,7 +46,7 @@ class Vecchia(PreconditionerRecipe):
 
     @torch.no_grad()
     def order(self, operator: LinearOperator, generator: torch.Generator | None = None) -> Tensor:
-        """Order of elimination [n]; without a generator, from seed 0."""
+        """Order of elimination [n]; None: seed 0."""
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         points = _points(operator)
         found = random_order(len(points), generator) if self.ordering == "random" else maximin_order(points, generator)
@@ -70,18 +56,17 @@ class Vecchia(PreconditionerRecipe):
     def build(
         self, operator: LinearOperator, *, generator: torch.Generator | None = None, order: Tensor | None = None
     ) -> SparseInverseCholesky:
-        """The factor of a system H [n, n].
+        """See `PreconditionerRecipe.build`.
 
-        Cost: n searches for m neighbours, n m^2 kernel entries and n m^3 / 6 multiply-adds in float64.
+        Cost: n searches for m neighbours, n m^2 kernel entries, n m^3 / 6 multiply-adds.
 
         Args:
-            operator: a kernel matrix plus noise.
-            generator: None: seed 0.
+            operator: H [n, n].
+            generator: for the order.
             order: [n] of an earlier factor, so that the new one changes little.
 
         Raises:
             ValueError: the system has no kernel inputs, or is a batch.
-            NonFiniteError: a matrix entry or an input is not finite.
         """
         points = _points(operator)
         order = self.order(operator, generator) if order is None else order
@@ -108,7 +93,7 @@ def _points(operator: LinearOperator) -> Tensor:
 
 
 def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[Tensor, Tensor, float]:
-    """B at the neighbours [n, m], its diagonal [n], and the largest jitter."""
+    """Weights and diagonal of B, and the largest jitter."""
     size, count = neighbours.shape
     entries = torch.empty(size, count + 1, dtype=operator.dtype, device=operator.device)
     head = min(count, size)  # rows with all previous points as neighbours
@@ -118,7 +103,7 @@ def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[
     entries[:head, -1] = inverse[0].diagonal()
 
     def fill(rows: slice) -> float:
-        """Row i of B: the last row of the inverse factor of i and its neighbours."""
+        # Row i of B is the last row of the inverse factor of i and its neighbours.
         own = torch.arange(rows.start, rows.stop, device=neighbours.device)
         sets = torch.cat([neighbours[rows], own.unsqueeze(-1)], dim=-1)
         inverse, jitter = _inverse_factors(operator, order[sets], last_only=True)

@@ -1,7 +1,4 @@
-"""Warnings about unsuitable training data and kernels, before a fit.
-
-Hyperparameters start near one or zero: data of another scale have no gradient there.
-"""
+"""Warnings about unsuitable training data and kernels, before a fit."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,24 +18,23 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.training.training_system import TrainingSystem
 
-#: Lengthscales between nearest inputs beyond which RBF values are too small for a fit.
+#: Distance of nearest inputs, in lengthscales, beyond which kernel values are too small for a fit.
 FAR = 6.0
-#: Standard deviation, in lengthscales, of a column invisible to the kernel.
+#: Standard deviation of an input, in lengthscales, that is constant to the kernel.
 FLAT = 1e-3
-#: Given inputs with a smaller standard deviation are badly scaled.
+#: Least standard deviation of well-scaled inputs.
 SMALL = 0.01
 #: Rows whose nearest neighbours are computed.
 CENTRES = 64
 #: Rows on which terms of a sum are compared.
 EQUAL_ROWS = 5
-#: Ratio, in both directions, of the standard deviations of targets and prior, and distance of their means in the larger
-#: one, that cause no warning.
+#: Largest ratio of the standard deviations of targets and prior, and distance of their means in the larger one.
 SPREAD, SHIFT = 20.0, 10.0
-#: Share of copied rows that chance explains, such as in rounded data.
+#: Largest share of copied rows, such as in rounded data.
 COPIES = 0.05
-#: Largest explained difference of targets of equal inputs, in noise standard deviations.
+#: Largest difference of targets of equal inputs, in noise standard deviations.
 UNEXPLAINED = 6.0
-#: Noise within this factor of its lower bound is at it.
+#: Largest ratio of a noise at its lower bound to this bound.
 AT_FLOOR = 1.01
 
 
@@ -50,10 +46,7 @@ def warn_of_inputs(model: Any) -> None:
 
 @torch.no_grad()
 def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, system: TrainingSystem) -> None:
-    """Warns, once per kind, of training data that do not fit the hyperparameters.
-
-    Cost: 64 rows of distances, and a sort of the rows.
-    """
+    """Warns of training data that do not fit the hyperparameters. Cost: 64 rows of distances, and a sort."""
     warn_of_inputs(model)
     _warn(_another_likelihood(model, likelihood))
     operator = system.operator
@@ -130,7 +123,7 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
             f"The nearest training inputs are {nearest:.3g} lengthscales apart, so the kernel matrix is diagonal and the "
             "lengthscales cannot be learned: standardise the inputs, or set larger lengthscales before the fit."
         )
-    # Large fitted lengthscales of unneeded inputs are no scaling problem.
+    # Large fitted lengthscales of irrelevant inputs need no warning.
     least = min((float(spread[spread > 0].min()) for x in given if (spread := _spread(x)).any()), default=0.0)
     for x in inputs if least < SMALL else ():
         spread = _spread(x)

@@ -1,4 +1,4 @@
-"""Log density, curvature and support of likelihoods, and E log p(y | f) under a normal f."""
+"""Log density, curvature and support of likelihoods."""
 
 import math
 from collections.abc import Callable
@@ -11,19 +11,16 @@ from gpytorch.likelihoods import BernoulliLikelihood, LaplaceLikelihood, Likelih
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
-#: (likelihood, latents [n, C] in float64, targets [n] or [n, C]) -> [n], or curvature [n, C, C].
+#: (likelihood, latents [n, C] in float64, targets [n] or [n, C]) -> [n] or [n, C, C].
 PointwiseFunction = Callable[[Likelihood, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class LikelihoodForm:
-    """Functions of one likelihood class, differentiable in latents and parameters.
+    """Functions of one likelihood class, differentiable in latents and parameters; see `register_curvature`.
 
     Attributes:
-        log_prob: log p(y_n | f_n), [n].
         hessian: -d^2 log p / df^2, [n, C, C]; None uses autograd.
-        fisher: expected curvature, positive semi-definite, [n, C, C].
-        log_concave, support, num_latents: see `register_curvature`.
         visible_basis: orthonormal basis [C, r] of the latent directions that matter; None is all.
         target_per_latent: whether targets are [n, C] instead of [n]; None admits both.
     """
@@ -38,8 +35,8 @@ class LikelihoodForm:
     target_per_latent: bool | None = False
 
 
-#: Registered classes; why Laplace's method is meaningless for others.
 FORMS: dict[type[Likelihood], LikelihoodForm] = {}
+#: Why Laplace's method is meaningless for a class.
 REFUSALS: dict[type[Likelihood], str] = {}
 
 
@@ -54,15 +51,15 @@ def register_curvature(
 ) -> None:
     """Registers a likelihood for Laplace's method, or replaces its registration.
 
-    It is necessary if `forward` loses digits or has no smooth `log_prob`, and useful if the density is not log-concave and
-    its Fisher information is known.
+    Necessary if `forward` is inaccurate or has no smooth `log_prob`; useful if the density is not log-concave and its
+    Fisher information is known.
 
     Args:
         likelihood_class: includes subclasses with the same `forward`.
-        log_prob: (likelihood, f [n, C], y [n]) -> log p(y_n | f_n) [n], in float64; by autograd three times differentiable
-            in f, and once in the parameters.
-        fisher: (likelihood, f, y) -> [n, C, C], positive semi-definite: replaces an indefinite Hessian.
-        log_concave: whether log p is concave in f everywhere; None checks each evaluation.
+        log_prob: (likelihood, f [n, C], y [n]) -> log p(y_n | f_n) [n], in float64; three times differentiable in f, and
+            once in the parameters.
+        fisher: (likelihood, f, y) -> Fisher information [n, C, C], positive semi-definite; replaces an indefinite Hessian.
+        log_concave: whether log p is concave in f; None checks each evaluation.
         support: (likelihood, y) -> [n] bool of admissible targets, and their description; None admits all finite ones.
         num_latents: C; None admits any.
     """
@@ -83,12 +80,12 @@ def form_of(likelihood: Likelihood) -> LikelihoodForm | None:
 
 
 def computes_as(likelihood: Likelihood, likelihood_class: type[Likelihood]) -> bool:
-    """Whether it is an instance with the class' own `forward`."""
+    """Whether it is an instance with the `forward` of this class."""
     return isinstance(likelihood, likelihood_class) and type(likelihood).forward is likelihood_class.forward
 
 
 def check_support(likelihood: Likelihood, targets: Tensor) -> None:
-    """Raises ValueError, with class and index, for an inadmissible target."""
+    """Raises ValueError for an inadmissible target."""
     form = form_of(likelihood)
     if form is None or form.support is None:
         return
@@ -106,7 +103,7 @@ def refusal_of(likelihood: Likelihood) -> str | None:
 
 
 def is_log_concave(likelihood: Likelihood) -> bool:
-    """Whether log p(y | f) is known to be concave in f, with one latent per point."""
+    """Whether log p(y | f) is known to be concave in f, with one latent per datum."""
     if computes_as(likelihood, LaplaceLikelihood):  # not registered: its curvature is zero almost everywhere
         return True
     form = form_of(likelihood)
@@ -118,16 +115,9 @@ def is_log_concave(likelihood: Likelihood) -> bool:
 def expected_log_prob(
     likelihood: Likelihood, target: Tensor, latent: base_distributions.Normal, **kwargs: Any
 ) -> Tensor:
-    """E log p(y | f) of each datum, [b]; in closed form, or by `likelihood.expected_log_prob`.
-
-    Args:
-        likelihood: any.
-        target: [b].
-        latent: independent normal values [b].
-        kwargs: passed to the likelihood.
-    """
+    """E log p(y | f) of each datum [b], for targets y [b] and independent f [b], in closed form or by the likelihood."""
     if computes_as(likelihood, LaplaceLikelihood):
-        # E |y - f| in closed form: quadrature is inaccurate at the kink. GPyTorch's `noise` is the squared scale.
+        # In closed form, because quadrature is inaccurate at the kink. GPyTorch's `noise` is the squared scale.
         scale = likelihood.noise.sqrt()
         deviation = latent.stddev.clamp_min(torch.finfo(target.dtype).tiny ** 0.5)
         difference = target - latent.mean

@@ -16,12 +16,12 @@ from gpy_iterative.linear_operators.from_gpytorch import noise_depends_on_inputs
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import unexpanded
 
-#: Errors from reading other bytes.
+#: Errors from unreadable bytes.
 UNREADABLE = (AttributeError, TypeError, ValueError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError)
 
 
 def likelihood_arguments(mll: Any, params: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """The likelihood's own arguments, else the training inputs if its noise depends on them."""
+    """`params`; without them the training inputs, if the noise depends on them."""
     if not params and getattr(mll.model, "train_inputs", None) and noise_depends_on_inputs(mll.likelihood):
         return tuple(mll.model.train_inputs)
     return tuple(params)
@@ -30,7 +30,7 @@ def likelihood_arguments(mll: Any, params: Sequence[Any] = ()) -> tuple[Any, ...
 class LikelihoodParams:
     """The likelihood's extra arguments, copied without graph.
 
-    Training inputs among them follow `set_train_data`. Empty `params` mean the list of training inputs, as in GPyTorch.
+    Training inputs among them follow `set_train_data`. Empty `params` mean all training inputs, as in GPyTorch.
     """
 
     @torch.inference_mode(False)
@@ -45,23 +45,20 @@ class LikelihoodParams:
     def given(
         cls, params: Sequence[Any], model: ExactGP, kwargs: Mapping[str, Any] | None = None
     ) -> "LikelihoodParams | None":
-        """A copy of these arguments; None without any."""
+        """A copy; None without arguments."""
         check_params(params)
         return cls(params, model, kwargs) if params or kwargs else None
 
     def current(self, model: ExactGP) -> tuple[Any, ...]:
-        """The arguments for the model's current training inputs.
-
-        Raises ValueError if these have changed and a tensor argument is none of them.
-        """
+        """Arguments for the current training inputs; ValueError if these changed and another tensor is an argument."""
         return self._followed(self._params, model)
 
     def current_kwargs(self, model: ExactGP) -> dict[str, Any]:
-        """The keyword arguments; raises as `current`."""
+        """See `current`."""
         return self._followed(self._kwargs, model)
 
     def moved_to(self, model: ExactGP) -> "LikelihoodParams":
-        """For another model's training inputs; raises as `current`."""
+        """For another model; see `current`."""
         return LikelihoodParams(self.current(model), model, kwargs=self.current_kwargs(model))
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -69,11 +66,11 @@ class LikelihoodParams:
         self._forms, self._params, self._kwargs = _map_leaves(move, [self._forms, self._params, self._kwargs])
 
     def equals(self, other: "LikelihoodParams | None") -> bool:
-        """Whether arguments and training inputs are equal by value."""
+        """Compares arguments and training inputs by value."""
         return other is not None and _same_leaves(vars(self), vars(other))
 
     def to_bytes(self) -> Tensor:
-        """Bytes for a training state. Raises ValueError for unsupported arguments."""
+        """For a training state. Raises ValueError for unsupported arguments."""
 
         def check(leaf: Any) -> None:
             if not isinstance(leaf, Tensor | _TrainingInput | bool | int | float | str | None):
@@ -89,7 +86,7 @@ class LikelihoodParams:
 
     @classmethod
     def from_bytes(cls, data: Tensor | None) -> "LikelihoodParams":
-        """Inverts `to_bytes`. Raises ValueError for anything else."""
+        """Inverts `to_bytes`. Raises ValueError for other data."""
         try:
             with torch.serialization.safe_globals([_TrainingInput]):
                 found = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
@@ -130,13 +127,11 @@ class LikelihoodParams:
 
 @dataclass(frozen=True)
 class _TrainingInput:
-    """Placeholder of a training input."""
-
     index: int
 
 
 def _same_inputs(left: Tensor, right: Tensor) -> bool:
-    """Whether inputs are equal; one may hold a copy per output, [*b, n, d], after BoTorch's transforms."""
+    """Equality of inputs; after BoTorch's transforms, one may hold a copy per output [*b, n, d]."""
     wide, narrow = (left, right) if left.dim() > right.dim() else (right, left)
     if narrow.dim() < 2 or wide.shape[-narrow.dim() :] != narrow.shape:
         return False

@@ -17,10 +17,9 @@ class ProgressReport:
     Attributes:
         operation: "solve", "mode", "refinement", "variances", "pass", "subsets" or "fit".
         done: finished units.
-        unit: "epochs" of a solve, "products" of a mode search, "points", "rows", "subsets", "steps" of a fit.
+        unit: "epochs", "products", "points", "rows", "subsets" or "steps".
         total: None if unknown.
-        figures: relative residuals per column group of a solve; gradient at a mode; value of a subset; value and nats
-            left to gain of a fit.
+        figures: such as relative residuals of a solve by group, or value and nats left to gain of a fit.
     """
 
     operation: str
@@ -44,7 +43,7 @@ Tell = Callable[[float, dict[str, float]], None]
 
 @contextmanager
 def reporting(progress: Progress, operation: str, unit: str, total: float | None = None) -> Iterator[Tell]:
-    """Yields a function that reports `(done, figures)`."""
+    """Yields a function of `(done, figures)`."""
     if progress is False:
         yield lambda done, figures: None
     elif progress is True:
@@ -65,7 +64,7 @@ def reporting(progress: Progress, operation: str, unit: str, total: float | None
 def reporting_solve(
     progress: Progress, operation: str = "solve", unit: str = "epochs"
 ) -> Iterator[Callable[[SolveProgress], None] | None]:
-    """Yields a solver's callback; None without progress, to save its figures."""
+    """Yields a solver's callback; None without progress."""
     if progress is False:
         yield None
         return

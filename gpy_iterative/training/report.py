@@ -1,4 +1,4 @@
-"""Reports of marginal log likelihoods and posteriors; the posterior protocol."""
+"""Reports, and the posterior protocol."""
 
 import dataclasses
 import html
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
 
-#: Largest tensor with all entries listed; beyond, range and mean.
+#: Larger tensors are shown by range and mean.
 MAX_LISTED = 6
 
 
@@ -32,7 +32,6 @@ class Report:
 
 
 def _rows(report: Any) -> Iterator[tuple[str, str]]:
-    """Names and figures, with nested reports."""
     for field in dataclasses.fields(report):
         value = getattr(report, field.name)
         if isinstance(value, Report):
@@ -58,24 +57,21 @@ def _figure(value: Any) -> str:
 
 @dataclass(frozen=True)
 class MarginalLogLikelihoodReport(Report):
-    """Figures of one step, for `print(mll.report)` or `print(mll.report.table())`.
+    """Figures of one step.
 
     Attributes:
-        status: how the solve ended.
-        iterations: of the solver.
-        epochs: passes of the solve over the kernel matrix (0 for Cholesky).
+        epochs: passes of the solve over the kernel matrix; 0 for Cholesky.
         residual_targets: true relative residual norm of `H a = y - mean`; of a truncated series' unweighted sum, from the
             recurrence.
         residual_probes: the same for probes (largest, or mean under `stopping="mean"`); None for Cholesky.
         value: [*b], log marginal likelihood with priors and added loss terms, per datum.
-        value_sem: [*b], its standard error, from the log-determinant's probes (four if the gradient has others) and a
-            truncated series' weights. 0 for Cholesky, NaN if unknown: random features, a single probe, `value=None`. It may
-            be wrong by a factor of two.
+        value_sem: [*b], its standard error, which may be wrong by a factor of two; 0 for Cholesky, NaN if unknown (random
+            features, a single probe, `value=None`).
         seconds: of the forward pass, wall-clock.
         truncation: the draws of random truncation methods.
-        probe_jitter: jitter, relative to the kernel's largest variance, of the probes' frozen pivots or `Vecchia`
-            blocks; else None. The gradient stays unbiased, with more variance.
-        far_field_error: measured error of far-field entries, relative to their standard deviation; else None.
+        probe_jitter: jitter of the probes' frozen pivots or `Vecchia` blocks, relative to the kernel's largest variance;
+            the gradient stays unbiased, with more variance.
+        far_field_error: measured error of far-field entries, relative to their standard deviation.
     """
 
     status: SolveStatus
@@ -104,19 +100,19 @@ class MarginalLogLikelihoodReport(Report):
 
 @runtime_checkable
 class Posterior(Protocol):
-    """A posterior over functions, at the current hyperparameters and data."""
+    """A posterior at the current hyperparameters and data."""
 
     @property
     def report(self) -> Report:
-        """How it was computed."""
+        """Figures of the computation."""
         ...
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
-        """The latent posterior at test inputs [*b, t, d], one tensor per model input."""
+        """The latent posterior at inputs [*b, t, d]."""
         ...
 
     def sample_paths(self, num_paths: int) -> Callable[..., Tensor]:
-        """Posterior samples: `paths(x)` evaluates the same functions at any x, [num_paths, *b, t]."""
+        """Posterior functions: `paths(x)` is [num_paths, *b, t] for any x."""
         ...
 
 
@@ -125,12 +121,10 @@ class SolveReport(Report):
     """The linear solve for a posterior mean.
 
     Attributes:
-        status: how it ended.
-        iterations: of the solver.
         epochs: passes of iterations over the kernel matrix; 0 for a factorisation.
-        overhead: other passes: initial residual, preconditioner.
+        overhead: other passes.
         residual: true relative residual norm; 0 for a factorisation.
-        seconds: wall-clock time.
+        seconds: wall-clock.
     """
 
     status: SolveStatus
@@ -142,6 +136,6 @@ class SolveReport(Report):
 
     @classmethod
     def of(cls, status: SolveStatus, stats: SolveStats) -> "SolveReport":
-        """From a solve's statistics."""
+        """The report of a solve."""
         residual = max(stats.residual_norms.values(), default=0.0)
         return cls(status, stats.iterations, stats.epochs, stats.overhead, residual, stats.seconds)

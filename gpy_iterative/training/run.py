@@ -1,7 +1,6 @@
 """State of a method between training steps.
 
-A step returns the next run, which is kept only if the whole `forward` succeeds. A non-finite gradient appears later, in
-`backward`: parameters stay unchanged, but the run has advanced.
+A step returns the next run, which is kept only if `forward` succeeds.
 """
 
 from abc import abstractmethod
@@ -23,7 +22,7 @@ Part = Mapping[str, Tensor]
 
 
 def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    """The given generator or one with the given seed; None uses `torch.manual_seed`'s."""
+    """The generator, or one with the given seed; None: the seed of `torch.manual_seed`."""
     generator = generator_or_seed(generator)
     if isinstance(generator, torch.Generator):
         return generator
@@ -31,21 +30,24 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
 
 
 def stream_generator(seed: int, *stream: int) -> torch.Generator:
-    """A generator for one of the streams of a seed; mixed, since with sums neighbouring seeds would share most of them."""
+    """A generator for one of the streams of a seed.
+
+    Mixed, because with sums of seed and stream neighbouring seeds would share streams.
+    """
     mixed = np.random.SeedSequence((seed % 2**64, *stream)).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(mixed[0]))
 
 
 @dataclass(frozen=True)
 class Run:
-    """Position of the random numbers, and tensors by part and name; immutable.
+    """Position of the random numbers, and tensors by part and name.
 
-    The part `system` has the shape, dtype and device of H that the others belong to.
+    The other parts belong to an H of the shape, dtype and device in the part `system`.
     """
 
     position: Tensor  # of the generator
     device: torch.device = CPU  # of the generator
-    parts: Mapping[str, Part] = field(default_factory=dict)  # draws, solutions, counts
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, generator: torch.Generator | int | None) -> "Run":
@@ -53,7 +55,6 @@ class Run:
         return cls(made.get_state(), made.device)
 
     def generator(self) -> torch.Generator:
-        """At the run's position."""
         generator = torch.Generator(self.device)
         generator.set_state(self.position)
         return generator
@@ -67,7 +68,7 @@ class Run:
         return replace(self, parts={name: part for name, part in merged.items() if part is not None})
 
     def for_system(self, operator: LinearOperator) -> "Run":
-        """Without parts of another shape or device of H; parts in float32 become float64 with H, but not the reverse."""
+        """Without parts of an H of other shape, device or dtype, but float32 parts become float64 with H."""
         like = torch.empty(0, *operator.shape, dtype=operator.dtype, device=operator.device)
         known = self.parts.get("system", {}).get("like")
         if known is not None and (known.shape, known.device) == (like.shape, like.device):
@@ -78,24 +79,22 @@ class Run:
         return replace(self, parts={"system": {"like": like}})
 
     def is_in_float64(self, operator: LinearOperator) -> bool:
-        """Whether the run belongs to this H in float64."""
         known = self.parts.get("system", {}).get("like")
         return known is not None and known.shape[1:] == operator.shape and known.dtype == torch.float64
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Run":
-        """Moves or converts every tensor."""
         parts = {name: {key: function(t) for key, t in part.items()} for name, part in self.parts.items()}
         return replace(self, parts=parts)
 
     def to_dict(self) -> dict[str, Tensor]:
-        """A plain dict, for `torch.save` and `torch.load(weights_only=True)`."""
+        """For `torch.save` and `torch.load(weights_only=True)`."""
         state = {"generator": self.position.clone()}
         for name, part in self.parts.items():
             state |= {f"{name}.{key}": tensor.clone() for key, tensor in part.items()}
         return state
 
     def loaded(self, state: Mapping[str, Any]) -> "Run":
-        """Inverts `to_dict`. Raises ValueError for any other dict."""
+        """Inverts `to_dict`. Raises ValueError for other dicts."""
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise ValueError(
@@ -116,16 +115,14 @@ class Run:
         return Run(position.cpu().clone(), self.device, parts)
 
 
-#: A part without drawn rows.
+#: First part of `next_rows`.
 NO_ROWS = {"order": torch.empty(0, dtype=torch.int64, device=CPU), "position": torch.tensor(0, device=CPU)}
 
 
 def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tensor, Run]:
     """The next batch, row numbers [batch_size] on the generator's device, and the next run.
 
-    Each batch is a uniform draw without replacement; no row repeats before the next shuffle. Shorter remainders are
-    skipped. The run's part `name` has shuffled order and position. Cost: n once per n / batch_size calls, else
-    batch_size.
+    The run's part `name` has a shuffled order and the position in it. A shorter remainder is skipped.
     """
     order, position = run.parts[name]["order"], int(run.parts[name]["position"])
     if len(order) != num_data or position + batch_size > num_data:
@@ -139,8 +136,7 @@ def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tens
 class Resumable:
     """A marginal log likelihood whose training state is one `Run`.
 
-    A subclass sets `_run`, and describes in `_description` what a state must match. The likelihood's last arguments
-    (`_params`) are saved, too.
+    A subclass sets `_run`, and `_params` to the likelihood's last arguments.
     """
 
     model: Any
@@ -148,7 +144,8 @@ class Resumable:
     _params: LikelihoodParams | None = None
 
     @abstractmethod
-    def _description(self) -> StateDescription: ...
+    def _description(self) -> StateDescription:
+        """What a state must match."""
 
     def _checked_run(self, run: Run) -> Run:
         """A loaded run. Raises ValueError for unsuitable parts."""
@@ -160,10 +157,9 @@ class Resumable:
             self._params.apply(function)
 
     def training_state(self) -> dict[str, Tensor]:
-        """Generator, draws, solutions and the likelihood's arguments as a dict of tensors.
+        """A dict of tensors that, with the `state_dict()`s of model and optimiser, resumes a run exactly.
 
-        With the `state_dict()`s of model and optimiser, it resumes a run exactly. Raises ValueError for an argument of the
-        likelihood that is no tensor, number or string.
+        Raises ValueError for an argument of the likelihood that is no tensor, number or string.
         """
         params = None if self._params is None else {"bytes": self._params.to_bytes()}
         return self._description().added_to(self._run.having(params=params).to_dict())
@@ -171,7 +167,7 @@ class Resumable:
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         """Restores `training_state()`, also from another device.
 
-        Raises ValueError for another method, other options, data or sizes, and changes nothing.
+        Raises ValueError, before any change, for another method, other options, data or sizes.
         """
         run = self._run.loaded(self._description().taken_from(state))
         part = run.parts.get("params")

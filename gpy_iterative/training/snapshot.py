@@ -1,7 +1,4 @@
-"""Copies of a model for a posterior, and comparison with them by value.
-
-Object identity and tensor versions do not show changes, as GPyTorch writes parameters through `.data`.
-"""
+"""Copies of a model for a posterior, compared by value because GPyTorch writes parameters through `.data`."""
 
 import operator
 import threading
@@ -43,35 +40,33 @@ Model = TypeVar("Model", bound=GP)
 
 #: Attributes with results.
 _RESULTS = ("prediction_strategy", "_posterior")
-#: Attributes about prediction, or compared separately.
+#: Attributes that are not compared, or compared elsewhere.
 _NO_NUMBERS = {"training", "train_inputs", "train_targets", "grid_bounds", "num_refinements", "solver", "products"}
 _NO_NUMBERS |= {"seed", "likelihood_params", *_RESULTS}
-#: Dicts of tensors that copies do not share.
+#: Dicts that copies do not share.
 _OWN = ("_parameters", "_buffers")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Tensor)
 #: Part of a spacing by which rounding may move a grid.
 SAME_GRID = 1e-3
-#: Not compared.
+#: A value that is not compared.
 _UNKNOWN = object()
 
 
 @dataclass(frozen=True)
 class ModelSnapshot:
-    """A copied state of model and likelihood, in evaluation mode.
+    """Copies of model and likelihood in evaluation mode, with their own numbers, without gradients.
 
-    The copies have their own numbers, without gradients, and are evaluated once; later evaluations use `copies()`.
+    They are evaluated once; later evaluations use `copies()`.
     """
 
     model: Any
     likelihood: Any
     tensors: dict[str, Tensor]  # parameters, buffers, training inputs and targets
-    #: Public module attributes that are numbers, strings, tensors, or lists of them.
-    attributes: dict[str, Any]
+    attributes: dict[str, Any]  # public ones of modules: numbers, strings, tensors, and lists or dicts of them
     nan_policy: str  # GPyTorch's `observation_nan_policy`
 
     @classmethod
     def of(cls, model: GP, likelihood: Likelihood) -> "ModelSnapshot":
-        """Cost: O(n d)."""
         model, likelihood = evaluation_copies(model, likelihood, ModuleCopies(own=_OWN, apart=True, tensor=_copied))
         policy = gpytorch.settings.observation_nan_policy.value()
         return cls(model, likelihood, dict(_tensors(model, likelihood)), dict(_attributes(model, likelihood)), policy)
@@ -85,7 +80,7 @@ class ModelSnapshot:
         return model, likelihood
 
     def check_grids(self, model: GP) -> None:
-        """Raises ValueError if GPyTorch has moved a grid."""
+        """Raises ValueError for a moved grid."""
         known = _moving_grids(self.model)
         for name, kernel in _moving_grids(model).items():
             if any(
@@ -99,13 +94,13 @@ class ModelSnapshot:
                 )
 
     def describes(self, model: GP, likelihood: Likelihood) -> bool:
-        """Whether all numbers, dtypes and devices are unchanged. Cost O(n d)."""
+        """Whether all numbers, dtypes and devices are unchanged."""
         if self.nan_policy != gpytorch.settings.observation_nan_policy.value():
             return False
         is_training = model.training or likelihood.training
         current = evaluation_copies(model, likelihood) if is_training else (model, likelihood)
         tensors, attributes = dict(_tensors(*current)), dict(_attributes(*current))
-        # Attributes that changed in the copy's call are results.
+        # Attributes that changed when the copy was evaluated are results.
         after = dict(_attributes(self.model, self.likelihood))
         return (
             tensors.keys() == self.tensors.keys()
@@ -134,9 +129,9 @@ class ModelSnapshot:
 def evaluation_copies(
     model: Model, likelihood: Likelihood, copies: ModuleCopies | None = None
 ) -> tuple[Model, Likelihood]:
-    """Copies in evaluation mode, without GPyTorch's caches.
+    """Copies in evaluation mode, without GPyTorch's caches; tensors are shared without `copies`.
 
-    Without `copies`, tensors are shared. In a model in evaluation mode, modules in training mode stay so.
+    A model in evaluation mode keeps its modules that are in training mode.
     """
     copies = ModuleCopies(own=_OWN, apart=True) if copies is None else copies
     model, likelihood = copies.of(model), copies.of(likelihood)

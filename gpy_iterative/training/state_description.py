@@ -1,4 +1,4 @@
-"""Description of a training state's run, compared before a load."""
+"""Description of a run, compared before its state is loaded."""
 
 import dataclasses
 import json
@@ -17,19 +17,19 @@ FORMAT = 3
 _NAME = "description"
 TAKE_IT = "Pass what training_state() returned."
 _DATA = "fingerprint of the training data"
-#: Tolerance of fingerprints: standardising elsewhere changes the last digits.
+#: Tolerance of fingerprints: standardising on another machine changes the last digits.
 _SAME_DATA = 1e-3
 
 
 @dataclass(frozen=True)
 class StateDescription:
-    """Method, options, sizes and data of a run, as plain values, without devices."""
+    """Method, options, sizes and data of a run, as plain values."""
 
     entries: dict[str, Any]
 
     @classmethod
     def of(cls, mll: torch.nn.Module, options: Mapping[str, Any]) -> "StateDescription":
-        """From a marginal log likelihood and options that shape its state."""
+        """`options` are those that shape the state."""
         model: Any = mll.model
         inputs = tuple(getattr(model, "train_inputs", None) or ())
         targets = getattr(model, "train_targets", None)
@@ -48,7 +48,7 @@ class StateDescription:
         )
 
     def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Adds the description as a tensor of bytes, for `torch.load(weights_only=True)`."""
+        """Adds the description, as bytes for `torch.load(weights_only=True)`."""
         return {_NAME: torch.tensor(list(json.dumps(self.entries).encode()), dtype=torch.uint8, device=CPU)} | state
 
     def taken_from(self, state: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _read(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fingerprints(model: Any, inputs: tuple[Tensor, ...], targets: Tensor | None) -> list[list[float] | None]:
-    """Of inputs, before BoTorch's transforms, and targets."""
+    """Of inputs before BoTorch's transforms, and of targets."""
     original = None if model.training else getattr(model, "_original_train_inputs", None)
     if original is not None:
         inputs = (original,) if isinstance(original, Tensor) else tuple(original)
@@ -134,7 +134,7 @@ def _are_close(left: Any, right: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The same value in every process and JSON."""
+    """A value for JSON, equal in every process."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

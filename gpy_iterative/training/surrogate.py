@@ -4,8 +4,8 @@ The gradient of the log marginal likelihood is that of
 
     1/2 a^T H a - 1/(2s) sum_j w_j^T H z_j - a^T (y - mean)
 
-with constant a = H^-1 (y - mean), w_j = H^-1 xi_j, z_j = S^-1 xi_j. Terms with H have the form left^T H right, so one
-closed-form pass of the operator is the derivative. (If H^-1 is a known matrix, dH's entries have weights.)
+with constant a = H^-1 (y - mean), w_j = H^-1 xi_j, z_j = S^-1 xi_j. Terms with H have the form left^T H right, which the
+operator differentiates in closed form.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ _HELD_FIXED = (
 
 
 class _BilinearSurrogate(torch.autograd.Function):
-    """Returns `value`; differentiates as sum_k left_k^T H right_k, or sum_ij left_ij H_ij without `right`."""
+    """`value` with the gradient of sum_k left_k^T H right_k, or of sum_ij left_ij H_ij without `right`."""
 
     @staticmethod
     def forward(
         ctx: Any, tree: Any, value: Tensor, left: Tensor, right: Tensor | None, *representation: Tensor
     ) -> Tensor:
         ctx.tree = tree
-        # Saved through autograd: in-place changes before backward raise an error instead of giving a wrong gradient.
+        # Saved through autograd, so that in-place changes before backward raise an error.
         ctx.save_for_backward(left, right, *representation)
         return value.clone()
 
@@ -79,7 +79,7 @@ class _GivenDerivatives(torch.autograd.Function):
 
 
 def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """A value [*b] with gradient, from pairs of a tensor [*b, ...] (or without batch) and the value's derivative."""
+    """A value [*b] with the given gradient: pairs of a tensor [*b, ...] or [...] and the derivative by it [*b, ...]."""
     tensors, derivatives = zip(*pairs, strict=True)
     return _GivenDerivatives.apply(value, derivatives, *tensors)
 
@@ -89,16 +89,15 @@ def surrogate(
 ) -> Tensor:
     """The log marginal likelihood's value [*b] with its gradient estimator.
 
+    Backward costs n^2 (d + k) multiply-adds for a kernel matrix.
+
     Args:
         operator: H [*b, n, n], with graph.
-        value: [*b], detached.
-        left: [*b, n, k], detached.
-        right: [*b, n, k], detached: the derivative is sum_k left_k^T dH right_k. If None, left has the weights of dH's
-            entries, [*b, n, n].
+        value: [*b].
+        left: [*b, n, k]; without right, weights of dH's entries [*b, n, n].
+        right: [*b, n, k], detached like left; the derivative is sum_k left_k^T dH right_k.
         weights: a = H^-1 (y - mean) [*b, n], detached.
         residual: y - mean [*b, n], with graph.
-
-    Backward costs one derivative pass, n^2 (d + k) multiply-adds for a kernel matrix.
     """
     result = _BilinearSurrogate.apply(operator.representation_tree(), value, left, right, *operator.representation())
     if residual.requires_grad:
@@ -107,9 +106,9 @@ def surrogate(
 
 
 def with_checked_gradient(value: Tensor, module: torch.nn.Module) -> Tensor:
-    """The value [*b]; its backward pass raises NonFiniteError for a non-finite parameter gradient.
+    """The value [*b], whose backward pass raises NonFiniteError for a non-finite gradient of a parameter.
 
-    The module's parameters and `.grad` then stay unchanged.
+    Every `.grad` then stays unchanged.
     """
     if value.requires_grad:
         value.register_hook(partial(_watch, module))
@@ -117,7 +116,7 @@ def with_checked_gradient(value: Tensor, module: torch.nn.Module) -> Tensor:
 
 
 def _watch(module: torch.nn.Module, _: Tensor) -> None:
-    """The value's hook, called first: adds hooks on parameters."""
+    """Hook of the value, called first: adds hooks of parameters."""
     graph_task = torch._C._current_graph_task_id()
     handles: list[torch.utils.hooks.RemovableHandle] = []
     changed: list[tuple[Tensor, Tensor | None]] = []  # gradients before the pass
@@ -129,7 +128,7 @@ def _watch(module: torch.nn.Module, _: Tensor) -> None:
 
     @torch.no_grad()
     def check(name: str, parameter: Tensor, gradient: Tensor) -> None:
-        """A parameter's hook, called before `.grad` changes."""
+        """Hook of a parameter, called before its `.grad` changes."""
         if torch._C._current_graph_task_id() != graph_task:  # another error ended this pass
             end()
             return

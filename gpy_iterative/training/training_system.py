@@ -26,15 +26,15 @@ from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 #: Nats that rounding in float32 may move the value of a training step.
 ROUNDING_IN_TRAINING = 0.5
-#: Rows up to which a float32 model is computed in float64 where it needs that: far fields then become finer, too.
+#: Rows up to which a float32 model is computed in float64 if rounding requires it.
 MOST_ROWS_IN_FLOAT64 = 100_000
-#: Rows up to which tiles replace an automatic far field that is too crude; solves with more rows say so by their status.
+#: Rows up to which tiles replace an automatic far field that is too crude.
 MOST_ROWS_IN_TILES = 20_000
 
 
 @dataclass(frozen=True)
 class TrainingSystem:
-    """The system of the m observed of n training data (n counts tasks)."""
+    """The system of the m observed of n training data; n counts tasks."""
 
     prior: MultivariateNormal  # at all training inputs
     operator: LinearOperator  # H [*k, m, m]; k is b, or its last dimensions if targets share a matrix
@@ -46,7 +46,7 @@ class TrainingSystem:
         return self.residual.shape[:-1]
 
     def is_rounded(self, limit: float) -> bool:
-        """Whether rounding in float32 moves the value by more than `limit` nats, and float64 is affordable."""
+        """Whether rounding in float32 moves the value by more than `limit` nats, and n is not too large for float64."""
         operator = self.operator
         if operator.dtype == torch.float64 or not isinstance(operator, NoisyLinearOperator):
             return False
@@ -66,20 +66,20 @@ class TrainingSystem:
         return replace(self, operator=in_float64(self.operator), residual=self.residual.double())
 
     def with_suited_products(self) -> "TrainingSystem":
-        """With tiles where the errors of an automatic far field would exceed the noise, and n^2 is affordable."""
+        """With tiles where errors of an automatic far field would exceed the noise, and n is not too large."""
         operator, size = self.operator, self.operator.shape[-1]
         if size > MOST_ROWS_IN_TILES or not isinstance(operator, NoisyLinearOperator):
             return self
         if size < FAR_FIELD_ROWS.on(operator.device):
             return self
-        # Of a product, like rounding: independent errors of the entries grow with the root of their number.
+        # Errors of a product grow with the root of n, because those of the entries are independent.
         errors = automatic_tolerance(size, operator.dtype) * size**0.5 * operator.signal_to_noise()
         if not bool((errors > 1).any()):
             return self
         return replace(self, operator=without_automatic_far_field(operator))
 
     def terms(self) -> list[KernelTerm]:
-        """The kernels at the observed inputs. Raises SpectralDensityMissingError if the prior is no sum of kernels."""
+        """The kernels at the observed inputs; raises SpectralDensityMissingError if the prior is no sum of kernels."""
         return kernel_terms(self.prior.lazy_covariance_matrix, self.observed)
 
 
@@ -91,28 +91,27 @@ def _has_evaluated_matrix(operator: LinearOperator) -> bool:
 
 def check_has_data(model: ExactGP) -> None:
     if not model.train_inputs or model.train_targets is None:
-        # A strict `set_train_data` refuses the first data.
         raise ValueError(
             "The model has no training data: call model.set_train_data(inputs, targets, strict=False) first."
         )
 
 
 def to_training_mode(*modules: torch.nn.Module) -> None:
-    """Layers that the user holds in evaluation mode stay in it where the module itself is not."""
+    """A module in training mode may have layers that the user holds in evaluation mode."""
     for module in modules:
         if not module.training:
             module.train()
 
 
 def check_inputs(model: ExactGP) -> None:
-    """Raises ValueError with the first non-finite training input."""
+    """Raises ValueError for a non-finite training input."""
     for i, inputs in enumerate(model.train_inputs or ()):
         if inputs.is_floating_point():
             check_finite("train_inputs" if len(model.train_inputs) == 1 else f"train_inputs[{i}]", inputs)
 
 
 def check_hyperparameters(model: torch.nn.Module) -> None:
-    """Raises NonFiniteError, which BoTorch's line search tolerates, with the parameter's name."""
+    """Raises NonFiniteError, which BoTorch's line search tolerates."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise NonFiniteError(
@@ -121,10 +120,7 @@ def check_hyperparameters(model: torch.nn.Module) -> None:
 
 
 def num_training_data(model: ExactGP) -> int:
-    """Rows of H, observed or not: n, or n T for T tasks.
-
-    Targets are [*b, n] or [*b, n, T]; as many tasks as inputs count as one task.
-    """
+    """Rows of H, observed or not, for targets [*b, n] or [*b, n, T]; n tasks count as one."""
     assert model.train_inputs is not None
     assert model.train_targets is not None
     targets, rows = model.train_targets.shape, model.train_inputs[0].shape[-2]
@@ -139,9 +135,9 @@ def training_system(
     products: KernelProducts,
     kwargs: Mapping[str, Any] | None = None,
 ) -> TrainingSystem:
-    """The detached system of an unchanging model and likelihood, see `ModelSnapshot`.
+    """The detached system of a `ModelSnapshot`'s copies.
 
-    Raises ValueError for missing training data, mismatched or non-finite inputs or targets (NaN targets are missing under
+    Raises ValueError for missing, mismatched or non-finite training data (NaN targets are missing data under
     `observation_nan_policy("mask")`), or noise that is not positive.
     """
     check_has_data(model)
@@ -178,7 +174,7 @@ def linear_system(
 ) -> TrainingSystem:
     """The system of a prior and targets [*b, n] or [*b, n, T], with graph.
 
-    `shares_matrix` removes leading dimensions of H in which only targets differ.
+    With `shares_matrix`, H has no leading dimensions in which only targets differ.
     """
     observed = observed_data(prior, target)
     operator = noisy_operator(likelihood, prior, *params, products=products, caches=caches, observed=observed, **kwargs)
@@ -194,12 +190,7 @@ def linear_system(
 
 
 def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
-    """The model's prior at any inputs, without the conditioning of evaluation mode.
-
-    Raises:
-        TypeError: the model's `forward` returns no MultivariateNormal.
-        ValueError: a multitask prior that is not interleaved.
-    """
+    """The model's prior at any inputs, without the conditioning of evaluation mode. Raises TypeError or ValueError."""
     with GPYTORCH_SETTINGS:  # another thread's settings would make GPyTorch evaluate the kernel
         prior = gpytorch.Module.__call__(model, *inputs)
     if not isinstance(prior, MultivariateNormal):

@@ -1,7 +1,7 @@
-"""e_1^T log(T_j) e_1 of conjugate gradients' tridiagonal matrices T_j, as a series in j.
+"""Logarithms of conjugate gradients' tridiagonal matrices T_j, as a series in j.
 
-By log x = int_0^inf (1 / (1 + t) - 1 / (x + t)) dt, each term is an integral over differences of e_1^T (T_j + t)^-1 e_1.
-The pivots of T_j + t are positive, so small terms keep their digits. Cost: O(J) vectors of some 200 nodes.
+By log x = int_0^inf (1 / (1 + t) - 1 / (x + t)) dt, a term is an integral over differences of e_1^T (T_j + t)^-1 e_1. The
+pivots of T_j + t are positive, so that small terms are accurate.
 """
 
 import math
@@ -11,23 +11,21 @@ from torch import Tensor
 
 #: Step of the trapezoidal rule in log t; its error is exp(-2 pi^2 / step).
 STEP = 0.5
-#: Range of log t below and above the eigenvalues; beyond it the integrand is rounding noise.
+#: Range of log t below and above the eigenvalues.
 BELOW, ABOVE = 37.0, 19.0
 
 
 def krylov_logarithm_terms(lengths: Tensor, products: Tensor) -> Tensor:
     """v_1, v_2 - v_1, v_3 - v_2, ... for v_j = e_1^T log(T_j) e_1.
 
-    T_j has 1 / length_i + beta_{i-1} / length_{i-1} on the diagonal and sqrt(beta_i) / length_i beside it, with
-    beta_i = products_{i+1} / products_i; it is positive definite, also with rounding.
+    For a probe z, z^T P^-1/2 log(P^-1/2 H P^-1/2) P^-1/2 z is z^T P^-1 z times their sum.
 
     Args:
         lengths: step lengths of conjugate gradients [J, s], zero after a column's end.
         products: r_{j-1}^T P^-1 r_{j-1} [J, s].
 
     Returns:
-        [J, s], float64; zero after a column's end, and negative from the second term on. For a probe z,
-        z^T P^-1/2 log(P^-1/2 H P^-1/2) P^-1/2 z is z^T P^-1 z times their sum.
+        [J, s], float64; negative from the second term on, zero after a column's end.
     """
     lengths, products = lengths.double(), products.double()
     alive = lengths > 0
@@ -48,7 +46,7 @@ def krylov_logarithm_terms(lengths: Tensor, products: Tensor) -> Tensor:
     upper = largest.amax(0).log()
     lower = _log_smallest(lengths, ratios, alive)
     count = math.ceil(float((upper + ABOVE - lower + BELOW).max()) / STEP)
-    # [s, nodes]: t, and t dlog(t).
+    # t and t dlog(t), [s, nodes].
     nodes = torch.exp(
         (lower - BELOW).unsqueeze(-1) + STEP * torch.arange(count + 1, dtype=torch.float64, device=lower.device)
     )
@@ -66,11 +64,7 @@ def krylov_logarithm_terms(lengths: Tensor, products: Tensor) -> Tensor:
 
 
 def _log_smallest(lengths: Tensor, ratios: Tensor, alive: Tensor) -> Tensor:
-    """log(1 / trace(T^-1)) [s], below all eigenvalues of every T_j.
-
-    T = B D B^T with D = 1 / lengths and a unit lower bidiagonal B of entries sqrt(beta), so
-    (T^-1)_ii = sum_{k >= i} lengths_k beta_i ... beta_{k-1}.
-    """
+    """log(1 / trace(T^-1)) [s], with (T^-1)_ii = sum_{k >= i} lengths_k beta_i ... beta_{k-1}."""
     trace = torch.zeros_like(lengths[0])
     entry = torch.zeros_like(lengths[0])
     for j in range(len(lengths) - 1, -1, -1):

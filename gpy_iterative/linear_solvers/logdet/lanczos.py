@@ -1,7 +1,6 @@
 """Log-determinant by preconditioned stochastic Lanczos quadrature, with a warm start.
 
-Ubaru et al. 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature"; preconditioner: Wenger et al. 2022,
-"Preconditioning for scalable Gaussian process hyperparameter optimization".
+Ubaru et al. 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature"; Wenger et al. 2022 (preconditioner).
 """
 
 from collections.abc import Sequence
@@ -21,25 +20,25 @@ from gpy_iterative.worker_threads import divided
 #: Upper (Gauss) and lower (Gauss-Radau) bounds on u^T log(M) u, [*b, s] each.
 Bounds = tuple[Tensor, Tensor]
 
-#: Error of the bounds' mean: their distance divided by this (measured: 2 to 13; bounds allow no less than 2).
+#: Error of the bounds' mean: their distance divided by this.
 BRACKET_PARTS = 4
-#: Error of an estimate by positions: change of that distance divided by this (measured: 15 to 40).
+#: Error of an estimate by positions: change of that distance divided by this.
 CHANGE_PARTS = 16
 #: The quadrature stops when its error is below this many standard errors of the probes.
 WORTH_OF_ERROR = 1.0
 #: Least such limit, in nats per datum.
 RESOLUTION = 0.003
-#: Default maximum of products, and minimum: the second shows the first's error.
+#: Default maximum of products, and the minimum.
 MAX_LOGDET_PRODUCTS = 20
 LEAST_PRODUCTS = 2
 
-#: Factor of the error of drifted positions from one iteration to the next.
+#: Factor of the error of old positions from one iteration to the next.
 FALL = 0.46
-#: Error of a correction, as a part of it.
+#: Error of a correction, relative to the correction.
 DOUBTED = 0.25
-#: Estimates by a run's first positions, whose drift is unknown.
+#: Life of a run's first positions, whose drift is unknown.
 FIRST_LIFE = 5
-#: Part of the old drift kept at a new measurement, whose error may change sign.
+#: Part of the old drift that is kept: a new measurement may be zero by chance.
 REMEMBERED = 0.5
 
 
@@ -47,19 +46,16 @@ REMEMBERED = 0.5
 class BracketPositions:
     """Warm start of the log-determinant's quadrature: positions of the limit between the bounds (0 lower, 1 upper).
 
-    They change slowly in training: later steps estimate the limit from two or three iterations. A long quadrature
-    measures the drift of the old positions; the error of estimates counts this drift and the change of the bounds'
-    distance. Positions are learned again after `life` estimates (twice as many as their drift was measured on), or when
-    `surplus` reaches the cost of a long quadrature.
+    They change slowly in training, so later steps estimate the limit from two or three iterations.
 
     Attributes:
         values: [*b, s, k], by probe and iteration.
         gaps: [*b, k], mean distance of the bounds.
-        error: [*b], of the long quadrature; estimates inherit it.
-        drift: [*b, k], error gained per step; zero if unknown.
-        age: [], estimates so far.
+        error: [*b], when learned.
+        drift: [*b, k], further error per step; zero if unknown.
+        age: [], estimates since then.
         life: [], maximum age.
-        surplus: [], products beyond two per estimate, summed.
+        surplus: [], products beyond two per estimate.
     """
 
     values: Tensor
@@ -81,16 +77,16 @@ class BracketPositions:
         values, gaps = torch.where(gap > 0, positions, 0.5).clamp(0, 1), gap.mean(-2)
         zero = torch.zeros((), dtype=torch.int64, device=values.device)
         drift = torch.zeros_like(values[..., 0, :])
-        errors = []  # of the old positions, from the second iteration on
+        errors = []  # of the old positions
         if before is not None:
             estimates = [before.estimate(bounds[:count]) for count in range(LEAST_PRODUCTS, len(bounds) + 1)]
             errors = [(found[0] - truth).mean(-1).abs() for found in estimates if found is not None]
         if before is None or not errors:
             return cls(values, gaps, error, drift, zero, zero + FIRST_LIFE, zero)
         age = before.age + 1
-        # No better than later estimates: the error may change sign.
+        # At least the errors of later estimates.
         measured = torch.stack(errors, dim=-1).flip(-1).cummax(-1).values.flip(-1) / age
-        for iteration in range(1, len(bounds)):  # the last known drift holds for all later iterations
+        for iteration in range(1, len(bounds)):  # the last known drift holds for later iterations
             now, old = measured[..., min(iteration, len(errors)) - 1], before.drift[..., : iteration + 1][..., -1]
             drift[..., iteration] = now.maximum(REMEMBERED * old)
         return cls(values, gaps, error, drift, zero, 2 * age, zero)
@@ -105,7 +101,7 @@ class BracketPositions:
         return replace(self, age=self.age + 1, surplus=self.surplus + products - LEAST_PRODUCTS)
 
     def estimate(self, bounds: Sequence[Bounds]) -> tuple[Tensor, Tensor] | None:
-        """The limit [*b, s] and the error [*b] of its mean; None for fewer than two or too many iterations."""
+        """The limit [*b, s] and the further error [*b] of its mean; None for fewer than two or too many iterations."""
         count = len(bounds)
         if not LEAST_PRODUCTS <= count <= self.values.shape[-1]:
             return None
@@ -123,11 +119,11 @@ class BracketPositions:
 
 @dataclass(frozen=True)
 class LogDeterminant:
-    """An estimate of log det H and its standard error (probes and quadrature), [*b].
+    """An estimate of log det H [*b] and its standard error.
 
     Attributes:
         positions: warm start for a similar system.
-        is_indefinite: Ritz values were negative beyond rounding; the estimate is meaningless.
+        is_indefinite: Ritz values were negative beyond rounding.
     """
 
     mean: Tensor
@@ -150,17 +146,14 @@ def stochastic_logdet(
 ) -> LogDeterminant:
     """Estimates log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
 
-    The estimate is the mean of the Gauss and Gauss-Radau rules, which are bounds if P is a pivoted Cholesky or Nystrom
-    factor. Cost: one product with s columns per iteration.
-
-    The standard error is that of probes from random signs, of variance at most 2 (|log M|_F^2 - (tr log M)^2 / signs). The
-    quadrature estimates both terms; the deviation of a few samples is often several times too small.
+    The estimate is the mean of the Gauss and Gauss-Radau rules. The variance of one probe from random signs is
+    2 (|log M|_F^2 - (tr log M)^2 / signs). Cost: one product per iteration.
 
     Args:
         operator: H [*b, n, n].
-        probes: xi [*b, n, s] with covariance P, from random signs; normal ones have a larger error.
+        probes: xi [*b, n, s] with covariance P, from random signs.
         preconditioner: P.
-        max_iterations: maximum of products with H; at least two.
+        max_iterations: at least two.
         tolerance: of the quadrature's error, per datum; None: the probes' standard error, or .003 if larger.
         positions: of an earlier, similar system.
         first_product: H P^-1 xi [*b, n, s], if known.
@@ -195,11 +188,9 @@ def _is_enough(error: Tensor, sem: Tensor, size: int, tolerance: float | None) -
 
 @dataclass(frozen=True)
 class _Found:
-    """What a quadrature knows: u^T log(M) u [*b, s], the error of its mean [*b], and the probes' standard error [*b]."""
-
-    samples: Tensor
-    error: Tensor
-    sem: Tensor
+    samples: Tensor  # u^T log(M) u [*b, s]
+    error: Tensor  # of their mean [*b], from the quadrature
+    sem: Tensor  # from the probes [*b]
 
 
 class _Lanczos:
@@ -222,11 +213,10 @@ class _Lanczos:
         self._beta = self._squared_norm.sqrt()
         self._diagonals: list[Tensor] = []
         self._offdiagonals: list[Tensor] = []
-        self._judged: Tensor | None = None  # whose change bounds the error
+        self._judged: Tensor | None = None  # its change bounds the error
 
     def advance(self) -> _Found:
-        """One product; the samples are the bounds' mean."""
-        # An exhausted Krylov space adds terms of weight zero.
+        # Beta is zero when the Krylov space is exhausted.
         inverse = torch.where(self._beta > 0, 1 / torch.where(self._beta > 0, self._beta, 1.0), 0.0).unsqueeze(-2)
         vector, dual = self._residual * inverse, self._solved * inverse
         is_first = not self._diagonals
@@ -248,12 +238,12 @@ class _Lanczos:
         upper, lower, squares = (rule * self._squared_norm for rule in rules)
         self.bounds.append((upper, lower))
         samples = (upper + lower) / 2
-        # Without a floor the lower rule may cross the limit, so that the mean turns and hardly changes, far from it.
+        # Without a floor the lower rule may cross the limit, and the mean hardly change far from it.
         before, self._judged = self._judged, upper if self._floor is None else samples
         error = (upper - lower).mean(-1).abs() / BRACKET_PARTS
-        # The bracket is too optimistic in hard systems, and absent without a floor.
+        # The bounds' distance is too optimistic in hard systems.
         change = torch.full_like(error, torch.inf) if before is None else (self._judged - before).mean(-1).abs()
-        # The spread of so few samples is often too small: of trace log(M)^2, which the rules know.
+        # The deviation of so few samples is often several times too small.
         variance = 2 * (squares.mean(-1) - samples.mean(-1).square() / self._num_signs).clamp_min(0)
         sem = (variance / samples.shape[-1]).sqrt()
         return _Found(samples, error.maximum(change), sem)
@@ -273,10 +263,7 @@ class _Lanczos:
 def _quadratures(
     diagonals: list[Tensor], offdiagonals: list[Tensor], beta: Tensor, floor: Tensor | None
 ) -> list[Tensor]:
-    """e_1^T log(T) e_1 [*b, s] by the Gauss rule, and by Gauss-Radau with a node at the floor; e_1^T log(T)^2 e_1.
-
-    Ritz values below the floor are rounding errors. Without a floor, half the smallest Ritz value is the node (no bound).
-    """
+    """e_1^T log(T) e_1 [*b, s] by the rules of Gauss and Gauss-Radau (node at the floor), and e_1^T log(T)^2 e_1."""
     matrix = _tridiagonal(diagonals, offdiagonals)
     if floor is None:
         values = torch.linalg.eigvalsh(matrix)
