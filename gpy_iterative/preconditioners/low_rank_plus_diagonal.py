@@ -37,8 +37,10 @@ class LowRankPlusDiagonal(Preconditioner):
     """
 
     def __init__(self, factor: Tensor, diagonal: Tensor, build_epochs: float | None = None) -> None:
+        #: Columns k of L.
+        self.rank = factor.shape[-1]
         self.factor, self.diagonal = factor, diagonal
-        self.build_epochs = factor.shape[-1] / factor.shape[-2] if build_epochs is None else build_epochs
+        self.build_epochs = self.rank / factor.shape[-2] if build_epochs is None else build_epochs
         squares = sum(
             ((rows / root).square().sum(-2) for rows, root in _whitened_parts(factor, diagonal)), factor.new_zeros(())
         )
@@ -50,11 +52,6 @@ class LowRankPlusDiagonal(Preconditioner):
                 "A low rank plus diagonal matrix has entries that are not finite, or a diagonal that is not positive: "
                 "check data, hyperparameters and noise."
             )
-
-    @property
-    def rank(self) -> int:
-        """Columns k of L."""
-        return self.factor.shape[-1]
 
     @property
     def smallest(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import gpytorch
@@ -40,8 +40,7 @@ AT_FLOOR = 1.01
 
 def warn_of_inputs(model: Any) -> None:
     """Warns of constant columns with a lengthscale, and of equal components of a spectral mixture."""
-    _warn(_constant_columns(model))
-    _warn(_equal_components(model))
+    _warn(_constant_columns(model), _equal_components(model))
 
 
 @torch.no_grad()
@@ -52,14 +51,16 @@ def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, sy
     operator = system.operator
     if not isinstance(operator, NoisyLinearOperator) or operator.shape[-1] < 2:
         return
-    _warn(_equal_terms(operator.kernel))
-    _warn(_inputs_of_another_scale(operator.kernel, model.train_inputs or ()))
-    _warn(_targets_of_another_scale(operator, system.residual))
-    _warn(_equal_rows(model, likelihood, operator.noise))
+    _warn(
+        _equal_terms(operator.kernel),
+        _inputs_of_another_scale(operator.kernel, model.train_inputs or ()),
+        _targets_of_another_scale(operator, system.residual),
+        _equal_rows(model, likelihood, operator.noise),
+    )
 
 
-def _warn(sentences: Iterator[str]) -> None:
-    for sentence in sentences:
+def _warn(*sentences: Iterator[str]) -> None:
+    for sentence in chain(*sentences):
         warn(sentence, DataWarning)
 
 

@@ -38,11 +38,10 @@ def check_progress(progress: Any) -> None:
         raise TypeError(f"progress must be True, False or a callable that takes a ProgressReport, got {progress!r}.")
 
 
-Tell = Callable[[float, dict[str, float]], None]
-
-
 @contextmanager
-def reporting(progress: Progress, operation: str, unit: str, total: float | None = None) -> Iterator[Tell]:
+def reporting(
+    progress: Progress, operation: str, unit: str, total: float | None = None
+) -> Iterator[Callable[[float, dict[str, float]], None]]:
     """Yields a function of `(done, figures)`."""
     if progress is False:
         yield lambda done, figures: None

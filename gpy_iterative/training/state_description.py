@@ -16,6 +16,7 @@ from gpy_iterative.worker_threads import CPU
 FORMAT = 3
 _NAME = "description"
 TAKE_IT = "Pass what training_state() returned."
+_WITHOUT = "Training can go on without it: model and optimiser have their own state."
 _DATA = "fingerprint of the training data"
 #: Tolerance of fingerprints: standardising on another machine changes the last digits.
 _SAME_DATA = 1e-3
@@ -80,9 +81,6 @@ class StateDescription:
                 "run, or train on without the state: model and optimiser have their own."
             )
         return {name: value for name, value in state.items() if name != _NAME}
-
-
-_WITHOUT = "Training can go on without it: model and optimiser have their own state."
 
 
 def _read(state: Mapping[str, Any]) -> dict[str, Any]:
