@@ -1,7 +1,6 @@
 """Posterior functions and `gpi.fit` for BoTorch.
 
-Import it explicitly: `from gpy_iterative.botorch import SamplePathModel`. No other module imports BoTorch, which changes
-settings of linear_operator and GPyTorch.
+No other module imports BoTorch, which changes settings of linear_operator and GPyTorch.
 """
 
 import copy
@@ -35,15 +34,11 @@ def fit_average_information(
 
     Args:
         mll: of this package, for a BoTorch model.
-        closure: must be None, as no closure gives the curvature.
-        progress, options: of `gpy_iterative.fit`, from BoTorch's `optimizer_kwargs=`.
+        closure: None; another raises ValueError, as no closure gives the curvature.
+        progress, options: of `gpy_iterative.fit`.
 
     Returns:
-        BoTorch's result with the status' advice. After a stagnated fit, which gives an OptimizationWarning, BoTorch draws
-        new initial hyperparameters from their priors.
-
-    Raises:
-        ValueError: a closure was given. Others: see `gpy_iterative.fit`.
+        BoTorch's result. After an OptimizationWarning (stagnated fit) BoTorch draws new initial hyperparameters.
     """
     if closure is not None:
         raise ValueError("fit_average_information evaluates the mll itself: leave closure= and closure_kwargs= out.")
@@ -63,16 +58,15 @@ def fit_average_information(
 class SamplePathModel(DeterministicModel):
     """Posterior functions as a BoTorch deterministic model, in the units of `model.posterior`.
 
-    For `optimize_posterior_samples(paths, bounds)`, or as the `samples` of `PathwiseThompsonSampling(model)` with
-    `batch_size` k.
+    For `optimize_posterior_samples`, or as the `samples` of `PathwiseThompsonSampling` with `batch_size` k.
 
     Args:
-        model: such as a SingleTaskGP. Its present input and outcome transforms are copied.
+        model: such as a SingleTaskGP; its transforms are copied.
         paths: `mll.posterior().sample_paths(k)`.
 
     Raises:
-        TypeError: no exact BoTorch Gaussian process, or a multitask one.
-        ValueError: a batch of models.
+        TypeError: the model is no exact BoTorch Gaussian process, or multitask.
+        ValueError: it is a batch.
     """
 
     def __init__(self, model: GPyTorchModel, paths: SamplePaths) -> None:
@@ -94,14 +88,14 @@ class SamplePathModel(DeterministicModel):
         return torch.Size([self.paths.num_paths])
 
     def train(self, mode: bool = True) -> "SamplePathModel":
-        """Stays in evaluation mode: in training mode, transforms adapt to their inputs."""
+        """Stays in evaluation mode, as transforms adapt in training mode."""
         return super().train(False)
 
     def forward(self, X: Tensor) -> Tensor:
         """The functions at X, in the units of the model's data.
 
         Args:
-            X: [t, d] or [*b, 1, t, d]; or [*b, k, t, d] for separate points, which cost k times as much.
+            X: [t, d] or [*b, 1, t, d]; [*b, k, t, d] for separate points, at k times the cost.
 
         Returns:
             [k, t, m] or [*b, k, t, m] for m outputs, differentiable in X.
@@ -128,6 +122,6 @@ class SamplePathModel(DeterministicModel):
 
 
 def _lists_outputs_first(model: GPyTorchModel) -> bool:
-    """Whether outputs are a batch dimension, not tasks in an input column."""
+    """Whether outputs are a batch dimension."""
     has_one = model.num_outputs == 1 and not isinstance(model, MultiTaskGPyTorchModel)
     return has_one or isinstance(model, BatchedMultiOutputGPyTorchModel)

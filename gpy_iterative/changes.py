@@ -1,4 +1,4 @@
-"""Detection of changed tensors, by version (free) or by value.
+"""Detection of changed tensors.
 
 Versions do not count writes through `.data`, such as GPyTorch's `initialize`: compare hyperparameters by value.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SeenValues:
-    """Tensors recognised by copied values, shape, dtype and device."""
+    """Tensors recognised by copied values."""
 
     values: tuple[Tensor, ...] = ()
 
@@ -30,17 +30,13 @@ class SeenValues:
 class SeenVersions:
     """Tensors recognised by identity and version; inference tensors, which have no version, by identity and value.
 
-    Attributes:
-        references: to the tensors, or with `views` to their bases.
-        states: versions, and with `views` layouts.
-        views: another view of the same entries counts as the tensor.
-        values: of inference tensors.
+    With `views`, another view of the same entries counts as the tensor.
     """
 
-    references: tuple[weakref.ref[Tensor], ...] = ()
+    references: tuple[weakref.ref[Tensor], ...] = ()  # to tensors or their bases
     states: tuple[object, ...] = ()
     views: bool = False
-    values: SeenValues = SeenValues()
+    values: SeenValues = SeenValues()  # of inference tensors
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], *, views: bool = False) -> "SeenVersions":
@@ -64,8 +60,8 @@ class SeenVersions:
 class SeenData:
     """Data recognised by version for the same tensors, by value for others.
 
-    Dtype and device may change. Only the shape is compared of tensors that require gradients. Writes to inference tensors
-    are not detected.
+    Dtype and device may change; only the shape is compared if a tensor requires gradients. Writes to inference tensors are
+    not detected.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -84,7 +80,7 @@ class SeenData:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeenData.of, (self.tensors,)  # versions do not follow copies
+        return SeenData.of, (self.tensors,)
 
 
 def same_tensor(left: Tensor, right: Tensor) -> bool:

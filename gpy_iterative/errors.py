@@ -1,7 +1,7 @@
 """Errors and warnings, with advice in their messages.
 
-BoTorch handles their bases: its line search steps over a `NanError`, its fit drops an attempt on a `NotPSDError` and
-ignores a `NumericalWarning`.
+BoTorch's line search steps over a `NanError`; its fit drops an attempt on a `NotPSDError`, and ignores a
+`NumericalWarning`.
 """
 
 import sys
@@ -23,7 +23,7 @@ _held: ContextVar[_Held | None] = ContextVar("held", default=None)
 
 @contextmanager
 def held_warnings() -> Iterator[_Held]:
-    """Collects warnings of `warn`, of a trial that may be undone."""
+    """Collects the warnings of a trial that may be undone."""
     held: _Held = []
     token = _held.set(held)
     try:
@@ -58,11 +58,11 @@ class NotPositiveDefiniteError(NotPSDError):
 
 
 class CheckpointError(ValueError):
-    """The file belongs to another fit, or is no checkpoint of this version; nothing was changed."""
+    """The file belongs to another fit, or is no checkpoint of this version."""
 
 
 class SpectralDensityMissingError(RuntimeError):
-    """A kernel without registered spectral density has no random features."""
+    """A kernel has no registered spectral density."""
 
 
 class UnsupportedLikelihoodError(RuntimeError):

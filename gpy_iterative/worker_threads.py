@@ -1,7 +1,7 @@
 """Threads that share the parts of a computation.
 
-Torch divides each operation among OpenMP's threads, which wait for each other: another busy process delays every operation.
-Here a worker takes the next part, such as some tiles, and runs its operations on one thread.
+Torch divides each operation among threads that wait for each other: another busy process delays every operation. Here a
+worker takes the next part, such as some tiles, and runs its operations on one thread.
 """
 
 import os
@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 CPU = torch.device("cpu")
-#: With one, all threads wait for the slowest; each part of a sum costs a copy of the result.
+#: With one, all wait for the slowest; each part of a sum costs a copy.
 PARTS_PER_THREAD = 2
 
 #: OpenMP has a number of threads per thread, other backends one for all.
@@ -46,14 +46,14 @@ class _Setting(threading.local):
 
 class _Pool:
     def __init__(self) -> None:
-        # New threads start with the number that any thread set last; a separate thread restores it.
+        # New threads start with the number that any thread set last; the keeper restores it.
         self._keeper = ThreadPoolExecutor(1, "gpy_iterative-setting")
         self._workers: ThreadPoolExecutor | None = None
         self._lock, self._starting = threading.Lock(), threading.Lock()
 
     @property
     def workers(self) -> ThreadPoolExecutor:
-        # All start here: a thread that starts while another has changed its number would inherit that.
+        # All start here, because a thread inherits the number that another has just set.
         with self._starting:
             if self._workers is None:
                 number = max(os.cpu_count() or 1, 2)
@@ -87,7 +87,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def num_threads() -> int:
-    """Number of threads for `run`."""
     if _setting.number is not None:
         return _setting.number
     return torch.get_num_threads() if _HAS_OWN_NUMBERS else 1
@@ -95,9 +94,9 @@ def num_threads() -> int:
 
 @contextmanager
 def divided() -> Iterator[None]:
-    """Inside, torch runs on the calling thread alone; give parallel work to `run`. Other threads see no change.
+    """Inside, torch runs on the calling thread alone; give parallel work to `run`.
 
-    Entering takes about 50 microseconds, unless nested or with one thread.
+    Entering takes about 50 microseconds.
     """
     number = num_threads()
     if number == 1 or _setting.number is not None:
@@ -149,16 +148,16 @@ class _Work(Generic[Result]):
             self.error = self.error or error
 
     def outcome(self) -> tuple[dict[int, Result], BaseException | None]:
-        # Released here, because the pool's queue keeps this object until a worker sees its cancellation.
+        # Released, because the pool's queue keeps this object until a worker sees its cancellation.
         results, error = self.results, self.error
         self._next, self.results, self.error = iter(()), {}, None
         return results, error
 
 
 def run(tasks: Sequence[Callable[[], Result]], device: torch.device = CPU) -> list[Result]:
-    """The tasks' results in order, computed by the calling thread and, on a CPU, by workers.
+    """The tasks' results in order, from the calling thread and, on a CPU, workers.
 
-    Raises the first exception of a task, after started tasks have ended; others are skipped.
+    Raises the first exception, after started tasks have ended; others are skipped.
     """
     number = min(num_threads(), len(tasks))
     if number <= 1 or device.type != "cpu":
@@ -174,7 +173,7 @@ def run(tasks: Sequence[Callable[[], Result]], device: torch.device = CPU) -> li
             raise
         finally:
             for worker in workers:
-                if not worker.cancel():  # a worker that has not begun
+                if not worker.cancel():  # do not wait for workers that have not begun
                     worker.result()
     results, error = work.outcome()
     if error is not None:
@@ -185,7 +184,7 @@ def run(tasks: Sequence[Callable[[], Result]], device: torch.device = CPU) -> li
 def summed(
     task: Callable[[Sequence[Item]], list[torch.Tensor]], items: Sequence[Item], device: torch.device
 ) -> list[torch.Tensor]:
-    """Sums over all items; `task` returns new tensors for a share."""
+    """Sums over items; `task` returns new tensors for a share."""
     totals, *others = run([partial(task, share) for share in shares(items, device)])
     for other in others:
         for total, part in zip(totals, other, strict=True):

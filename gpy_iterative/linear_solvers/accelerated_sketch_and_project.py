@@ -1,7 +1,7 @@
 """Accelerated sketch-and-project.
 
-Rathore et al. 2024, "Have ASkotch"; Rathore et al. 2025, "Turbocharging Gaussian process inference". Acceleration: Gower et
-al. 2018, "Accelerated stochastic matrix inversion".
+Rathore et al. 2024, "Have ASkotch"; Rathore et al. 2025, "Turbocharging Gaussian process inference"; Gower et al. 2018,
+"Accelerated stochastic matrix inversion".
 """
 
 import math
@@ -46,8 +46,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
     Args:
         block_size: rows of a block, at most n.
         rank: of a damped Nystrom approximation of the block; None: exact solves.
-        convexity: mu, at most block_size / n; None: a third of that. If too small, iterates oscillate; if too large, they
-            are slow.
+        convexity: mu, at most block_size / n; None: a third of that. Iterates oscillate if it is too small.
     """
 
     block_size: int = 512

@@ -46,7 +46,7 @@ class AlternatingProjections(IterativeSolver[_State]):
 
     Args:
         block_size: rows of a block, at most n; None: 512 on a CPU, 1024 on an accelerator.
-        fallback: takes over when the pace predicts more than three further epochs; its tolerances and budget are ignored.
+        fallback: takes over when the pace predicts more than three further epochs; only its preconditioner is used.
 
     Examples:
         >>> solver = gpi.solvers.AlternatingProjections(max_epochs=10)
@@ -79,7 +79,7 @@ class AlternatingProjections(IterativeSolver[_State]):
         if not chosen:  # squares, because a sum of residuals would cancel
             rows = pad(iterate.residual.square().sum(-1), (0, -size % state.block_size))
             scores = rows.view(-1, state.block_size).sum(-1)
-            # Several at once on an accelerator, for which the host waits.
+            # Several at once if the host waits for an accelerator.
             count = min(READS_EVERY.on(rows.device), max(len(scores) // 2, 1))
             chosen = [int(scores.argmax())] if count == 1 else scores.topk(count).indices.tolist()
         number, *later = chosen

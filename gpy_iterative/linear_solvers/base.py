@@ -1,4 +1,4 @@
-"""Interface of solvers, and the loop of iterative solvers."""
+"""Solvers, and the loop of iterative ones."""
 
 import logging
 import math
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 LEAST_PROGRESS = 0.01
 #: Largest residual in the norm of P^-1, in tolerances.
 MAX_IN_NORM = 3.0
-#: Further solves to reach it, and least budget of each in epochs.
+#: Further solves to reach it, and least epochs of each.
 MAX_CONTINUATIONS, CONTINUED_EPOCHS = 4, 100
-#: Growth of residuals from which an indefinite system does not recover.
+#: Growth of residuals that ends an indefinite solve.
 DIVERGENCE = 1e3
-#: Rounding errors of a product by which a negative curvature is below zero.
+#: Rounding errors beyond which a negative curvature counts.
 SLACK = 10
 
 
 class Solver(ABC):
-    """Solver of H V = B for a symmetric positive definite H."""
+    """Solver of linear systems with a symmetric positive definite matrix."""
 
     tolerance: float = 0.0
     probe_tolerance: float | None = None
@@ -51,7 +51,7 @@ class Solver(ABC):
         generator: torch.Generator | None = None,
         callback: Callable[[SolveProgress], None] | None = None,
     ) -> Solution:
-        """Solves H V = B.
+        """Solves H V = B; a missed tolerance is a status.
 
         Args:
             operator: H [*b, n, n]; members of a batch are solved one by one.
@@ -60,12 +60,9 @@ class Solver(ABC):
             preconditioner: of this operator; None: that of the solver's options.
             norm: P near H: residuals are then also below three tolerances in the norm of P^-1.
             initial_guess: shaped as rhs; its columns are scaled to least error.
-            guess_product: H times the guess, if known.
+            guess_product: H times the guess.
             generator: for random solvers; None: seed 0.
             callback: receives progress, on an accelerator every few iterations.
-
-        Returns:
-            A Solution; a missed tolerance is a status.
 
         Raises:
             NonFiniteError: non-finite values.
@@ -100,7 +97,7 @@ class Solver(ABC):
 
 
 def _small_in_norm(solver: Solver, system: LinearSystem, solution: Solution, norm: Preconditioner) -> Solution:
-    """Continues a converged solve until residuals are small in the norm of P^-1."""
+    """Continues a converged solve."""
     rhs, wanted = system.rhs, system.groups
     sizes = [group.size for group in wanted]
     squares = lambda vectors: [part.sum(-1) for part in (vectors * norm.solve(vectors)).sum(-2).split(sizes, dim=-1)]
@@ -148,7 +145,6 @@ class SolverState:
     """State of an iteration besides its iterate.
 
     Attributes:
-        setup: epochs of the set-up.
         curvature: upper bound on the smallest eigenvalue of H.
         has_diverged: no further step can help.
         by_column: names of fields with one part per open column: tensors [n, s], or objects with `narrow`.
@@ -156,7 +152,7 @@ class SolverState:
 
     by_column: ClassVar[tuple[str, ...]] = ()
 
-    setup: float = 0.0
+    setup: float = 0.0  # epochs
     curvature: float | Tensor = math.inf
     has_diverged: bool = False
     preconditioner: Preconditioner | None = None
@@ -182,13 +178,13 @@ class _Work:
 
 @dataclass(frozen=True, kw_only=True)
 class IterativeSolver(Solver, Generic[State]):
-    """Options of an iterative solver.
+    """Base of the iterative solvers.
 
     Args:
         tolerance: relative residual norm of targets, and of columns without groups.
         probe_tolerance: of probes; None: the marginal log likelihood chooses.
         max_epochs: budget, in passes over the matrix.
-        stopping: "columns" stops each column at its tolerance; "mean" stops all when every group's mean norm reaches it.
+        stopping: "columns" stops each column at its tolerance; "mean" stops all when the mean of every group reaches it.
 
     Raises:
         ValueError: an option outside its range.
@@ -216,7 +212,7 @@ class IterativeSolver(Solver, Generic[State]):
 
     @abstractmethod
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> State:
-        """State of the first round."""
+        """First state."""
 
     @abstractmethod
     def restart(self, iterate: Iterate, state: State) -> State:
@@ -237,7 +233,7 @@ class IterativeSolver(Solver, Generic[State]):
         return replace(state, **{name: pick(part) for name, part in parts.items()})
 
     def after_step(self, iterate: Iterate, state: State) -> tuple[State, "IterativeSolver[Any] | None"]:
-        """The state after an observed step, and a solver that takes over or None."""
+        """The state after an observed step, and a solver that takes over."""
         return state, None
 
     @divided()
@@ -324,7 +320,7 @@ class IterativeSolver(Solver, Generic[State]):
 
 
 def is_negative(curvature: float, operator: LinearOperator, eps: float) -> bool:
-    """Whether a curvature of H, whose entries have relative errors eps, is negative beyond rounding."""
+    """Whether a curvature is negative beyond rounding errors eps of H's entries."""
     if not curvature < 0:
         return False
     largest = float(operator.diagonal(dim1=-1, dim2=-2).abs().max())
@@ -332,7 +328,7 @@ def is_negative(curvature: float, operator: LinearOperator, eps: float) -> bool:
 
 
 def lowest_curvature(directions: Tensor, energies: Tensor) -> Tensor:
-    """Smallest v^T H v / v^T v of columns v [n, s] with energies v^T H v [s]; infinite if all are zero."""
+    """Smallest energy / v^T v of columns v [n, s]; infinite if all are zero."""
     squares = directions.square().sum(-2)
     quotients = energies / squares.clamp_min(torch.finfo(squares.dtype).tiny)
     return torch.where((squares > 0) & (quotients == quotients), quotients, torch.inf).amin()

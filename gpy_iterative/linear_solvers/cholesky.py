@@ -42,7 +42,7 @@ class CholeskyFactor:
 
     def inverse(self) -> Tensor:
         """H^-1 [*b, n, n]."""
-        # In the original dtype, whose rounding matters less here than in H.
+        # Rounding matters less here than in H.
         return torch.cholesky_inverse(self.lower.to(self.dtype))
 
     def extended(self, rows: Tensor) -> "CholeskyFactor | None":
@@ -74,7 +74,7 @@ class Cholesky(Solver):
 
         Raises:
             NonFiniteError: an entry is not finite.
-            NotPositiveDefiniteError: a relative jitter of 1e-4 does not help. Needed jitter gives a warning.
+            NotPositiveDefiniteError: a relative jitter of 1e-4 does not help; less gives a warning.
         """
         dense = to_dense(operator)
         return CholeskyFactor(warned_cholesky(dense.double(), "The kernel matrix with noise", dense.dtype), dense.dtype)
@@ -96,7 +96,7 @@ class Cholesky(Solver):
 
 
 def jittered_cholesky(matrix: Tensor, name: str, jitters: Sequence[float] = JITTERS) -> tuple[Tensor, float]:
-    """Factors of float64 matrices [*b, n, n] and the largest jitter; raises like `Cholesky.factorize`."""
+    """Factors of float64 matrices, and the largest jitter; raises like `Cholesky.factorize`."""
     _check_finite(matrix, name)
     scale = matrix.diagonal(dim1=-2, dim2=-1).abs().amax(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
     factor, info = torch.linalg.cholesky_ex(matrix)
@@ -129,15 +129,15 @@ def warned_cholesky(matrix: Tensor, name: str, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockFactor:
-    lower: Tensor  # [m, m], float32 or float64
-    curvature: float = math.inf  # smallest eigenvalue of a block that needed jitter
+    lower: Tensor  # float32 or float64
+    curvature: float = math.inf  # smallest eigenvalue, if jitter was needed
 
     def solve(self, rhs: Tensor) -> Tensor:
         return torch.cholesky_solve(rhs.to(self.lower.dtype), self.lower).to(rhs.dtype)
 
 
 def block_cholesky(block: Tensor) -> BlockFactor:
-    """Factor of a block [m, m]: in its dtype, else in float64, else with jitter. Raises NonFiniteError."""
+    """In the block's dtype, else in float64, else with jitter. Raises NonFiniteError."""
     for matrix in (block, block.double()):
         lower, info = torch.linalg.cholesky_ex(matrix)
         if not info:

@@ -1,7 +1,7 @@
 """A linear system, and its columns during a solve.
 
-Columns within their tolerance leave. A round ends with true residuals; if these miss a tolerance, another follows. Rounds
-with a low-precision copy H' solve H' d = r for corrections d: iterative refinement (Carson & Higham 2018).
+A round ends with true residuals; if these miss a tolerance, another follows. Rounds with a low-precision copy H' solve
+H' d = r for corrections d: iterative refinement (Carson & Higham 2018).
 """
 
 import itertools
@@ -25,18 +25,18 @@ from gpy_iterative.worker_threads import CPU, ByDevice
 VERIFIED_ROWS = 256
 #: Allowed difference, in tolerances.
 ALLOWED_DRIFT = 0.1
-#: An iterate is kept when its norm is below this part of the last kept one's.
+#: Ratio of residual norms below which an iterate replaces the kept one.
 WORTH_A_COPY = 0.9
 #: Iterations between readings, for which the host waits.
 READS_EVERY = ByDevice(cpu=1, accelerator=4)
-#: Factor of a column's aim after its true residual missed the tolerance.
+#: Factor of the tolerance after a true residual missed it.
 LOWER_AIM = 0.8
-#: A far field limits a solve when exact rows add this part of the tolerance.
+#: Part of the tolerance that exact rows add when a far field limits a solve.
 LIMITING_PART = 0.5
 #: Far-field errors below this many rounding errors are no limit.
 ROUNDING = 4
 MAX_ROUNDS, MAX_REFINEMENTS = 10, 50
-#: Least iterations, and work in comparisons, between comparisons of a low-precision copy with H.
+#: Least iterations, and work, between comparisons of a low-precision copy with H.
 WATCHED_EVERY = 20
 #: Largest growth of residuals with a low-precision copy, which may be indefinite.
 DIVERGENCE = 1e3
@@ -44,10 +44,10 @@ DIVERGENCE = 1e3
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """Arguments of `Solver.solve`; raises ValueError where they do not fit."""
+    """Arguments of `Solver.solve`. Raises ValueError."""
 
-    operator: LinearOperator  # [*b, n, n]
-    rhs: Tensor  # [*b, n, s]
+    operator: LinearOperator
+    rhs: Tensor
     groups: Sequence[ColumnGroup]
     preconditioner: Preconditioner | None = None
     initial_guess: Tensor | None = None
@@ -93,7 +93,7 @@ class LinearSystem:
 
 @dataclass
 class Iterate:
-    """The open columns [n, s]; shortfall is the last observed ratio of residual norm and tolerance, the largest."""
+    """The open columns [n, s], and the largest ratio of residual norm and tolerance."""
 
     value: Tensor
     residual: Tensor
@@ -102,10 +102,10 @@ class Iterate:
 
 
 class Columns:
-    """Columns of one system [n, n], scaled to right-hand sides of norm one.
+    """Columns of one system, scaled to right-hand sides of norm one.
 
-    `operator` is H or its low-precision copy. `value`, `residual` and `norms` (on the host) are the best so far. `overhead`
-    counts passes over the matrix. Raises NonFiniteError.
+    `operator` is H or its low-precision copy; `value`, `residual` and `norms` (on the host) are the best so far; `overhead`
+    counts passes over H. Raises NonFiniteError.
     """
 
     def __init__(self, system: LinearSystem, *, stopping: Literal["columns", "mean"], recursive: bool) -> None:
@@ -152,7 +152,7 @@ class Columns:
         energy = (guess * product).sum(-2)
         factor = (guess * self._rhs).sum(-2) / torch.where(energy > 0, energy, torch.ones_like(energy))
         norm_for = lambda factor: torch.linalg.vector_norm(self._rhs - product * factor, dim=-2)
-        # Written so that NaN stays NaN, which raises later.
+        # NaN must stay NaN, which raises later.
         is_useless = (norm_for(factor) >= 1) | (energy <= 0)
         if is_useless.any():
             as_given = (norm_for(torch.ones_like(factor)) < 1).to(factor)  # rounding may have spoilt the energy
@@ -160,7 +160,6 @@ class Columns:
         return guess * factor, self._rhs - product * factor
 
     def shortfall(self) -> float:
-        """Of the best iterates."""
         return float(self._shortfalls(self.norms, self._tolerances).max()) if len(self.norms) else 0.0
 
     def _shortfalls(self, norms: Tensor, tolerances: Tensor) -> Tensor:
@@ -171,7 +170,7 @@ class Columns:
         return torch.full_like(norms, max(ratios, default=0.0))
 
     def begin(self) -> Iterate | None:
-        """Columns above their tolerance, with best iterates or zero corrections; None if all are done."""
+        """Columns above their tolerance, with best iterates or zero corrections."""
         self._open = self._round = (self._shortfalls(self.norms, self._tolerances) > 1).nonzero().squeeze(-1)
         if not len(self._open):
             return None
@@ -182,7 +181,7 @@ class Columns:
         if self.is_refined:
             residual = residual.to(self.operator.dtype)
             value, rhs = torch.zeros_like(residual), residual.clone()
-            # End the round before the copy's error dominates.
+            # Ends the round before the copy's error dominates.
             aims = aims.maximum(self.eps**0.5 * self.norms)
             self._kept = self.value.new_zeros(self.value.shape, dtype=self.operator.dtype)
         else:
@@ -232,7 +231,7 @@ class Columns:
         self._aims[seemed_done & (self._shortfalls(self.norms, self._tolerances) > 1)] *= LOWER_AIM
 
     def _keep(self, iterate: Iterate, norms: Tensor, leaving: Tensor) -> None:
-        """Keeps iterates of leaving columns; with running residuals, every best one."""
+        """Keeps leaving iterates; with running residuals, every best one."""
         if self._recursive:
             best = self._kept_norms[self._open]
             leaving = (norms < WORTH_A_COPY * best) | (leaving & (norms < best))

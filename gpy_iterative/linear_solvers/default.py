@@ -18,10 +18,9 @@ MAX_FALLBACK_RANK = 500
 
 
 def default_solver(operator: LinearOperator) -> Solver:
-    """Cholesky up to 3,000 rows.
+    """Cholesky up to 3,000 rows; beyond, alternating projections.
 
-    Beyond, alternating projections for tiled matrices; conjugate gradients for structured operators and far fields, whose
-    products are cheap.
+    Conjugate gradients for structured operators and far fields, whose products are cheap.
     """
     if operator.shape[-1] <= EXACT_BELOW:
         return Cholesky()

@@ -61,12 +61,7 @@ SOLVED = (SolveStatus.CONVERGED, SolveStatus.TRUNCATED)
 
 @dataclass(frozen=True)
 class ColumnGroup:
-    """Neighbouring right-hand sides that share a tolerance.
-
-    Attributes:
-        size: number of columns.
-        tolerance: relative residual norm; zero without tolerance.
-    """
+    """Neighbouring columns with the same tolerance of their relative residual norms; zero: none."""
 
     name: str
     size: int
@@ -79,7 +74,7 @@ class FarFieldLimit:
 
     Attributes:
         error: of its entries, relative to their standard deviation.
-        residual: relative norm that exact rows add to the worst column's residual.
+        residual: relative norm that exact rows add to the worst column.
         tolerance: of that column.
     """
 
@@ -112,7 +107,6 @@ class SolveStats:
         epochs: passes over the matrix in iterations.
         overhead: passes outside the budget: set-up and true residuals.
         residual_norms: true relative residual by group: the largest, or the mean with stopping="mean".
-        seconds: wall-clock.
         far_field: set if its error causes a missed tolerance.
     """
 

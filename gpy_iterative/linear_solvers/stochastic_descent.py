@@ -31,12 +31,12 @@ MAX_HALVINGS = 5
 
 @dataclass(frozen=True)
 class WayBack:
-    """Start of a round, and residual norms [s] above which it restarts."""
+    """Start of a round, and residual norms [s] at which it restarts."""
 
     value: Tensor
     residual: Tensor
     limit: Tensor
-    steps: Iterator[int] = field(default_factory=itertools.count)  # on accelerators norms are read every few steps
+    steps: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod
     def to(cls, iterate: Iterate) -> "WayBack":
@@ -45,7 +45,7 @@ class WayBack:
         return cls(iterate.value.clone(), iterate.residual.clone(), limit)
 
     def growth(self, residual: Tensor) -> float:
-        """Largest ratio of a column's norm to its limit; 0 between readings."""
+        """Largest ratio of norm and limit; 0 between readings."""
         if next(self.steps) % READS_EVERY.on(residual.device):
             return 0.0
         return float((torch.linalg.vector_norm(residual, dim=0) / self.limit).max())
@@ -86,7 +86,7 @@ class StochasticDescent(IterativeSolver[State]):
 
     @abstractmethod
     def _largest_stable_product(self) -> float:
-        """Of step size and curvature."""
+        """Largest stable product of step size and curvature."""
 
     @abstractmethod
     def _at_rest(self, iterate: Iterate) -> dict[str, Tensor]:
@@ -110,9 +110,9 @@ class StochasticDescent(IterativeSolver[State]):
         return min(self.batch_size / operator.shape[-1], 1.0)
 
     def _within_bounds(self, operator: LinearOperator, iterate: Iterate, state: State, residual: Tensor) -> State:
-        """The state; or a restart with half the step size if residuals [n, s] grew."""
+        """The state, or a restart with half the step size if residuals grew."""
         growth = state.way_back.growth(residual)
-        # The loop raises NonFiniteError for residuals that no step size keeps finite.
+        # The loop raises NonFiniteError if no step size keeps residuals finite.
         if growth <= 1 or (not math.isfinite(growth) and state.halvings == MAX_HALVINGS):
             return state
         grown = iterate.value - state.way_back.value
@@ -137,7 +137,7 @@ def row_permutation(operator: LinearOperator, generator: torch.Generator) -> Ten
 
 
 def largest_eigenvalue(operator: LinearOperator, generator: torch.Generator) -> tuple[float, int]:
-    """A lower bound by power iterations, and the number of products."""
+    """A lower bound, and the number of products."""
     shape, device = (operator.shape[-1], 1), generator.device
     vector = torch.randn(shape, generator=generator, device=device, dtype=operator.dtype).to(operator.device)
     largest = 0.0
@@ -162,13 +162,13 @@ class _GradientState(DescentState):
 class StochasticGradientDescent(StochasticDescent[_GradientState]):
     """Stochastic gradient descent; an epoch is n / batch_size iterations.
 
-    A check of true residuals costs an epoch of overhead. A diverging solve restarts with half the step size, at most five
-    times. Other options: `IterativeSolver`. Memory: ten blocks [n, s].
+    A check of true residuals costs an epoch of overhead. A diverging solve restarts with half the step size. Other options:
+    `IterativeSolver`. Memory: ten blocks [n, s].
 
     Args:
         batch_size: rows of a batch, at most n.
         momentum: of the heavy ball.
-        learning_rate: for the mean gradient of a batch; None: half the stability limit
+        learning_rate: for the mean gradient of a batch; None: half of
             min(2 (1 + momentum) n / lambda_max(H), 2 (1 - momentum) batch_size / max H_ii).
     """
 
@@ -209,7 +209,7 @@ class _DualState(DescentState):
 class StochasticDualDescent(StochasticDescent[_DualState]):
     """Stochastic dual descent; an epoch is n / batch_size iterations.
 
-    Restarts as in `StochasticGradientDescent`. Other options: `IterativeSolver`. Memory: fourteen blocks [n, s] and
+    A diverging solve restarts with half the step size. Other options: `IterativeSolver`. Memory: fourteen blocks [n, s] and
     batch_size rows.
 
     Args:
@@ -217,7 +217,7 @@ class StochasticDualDescent(StochasticDescent[_DualState]):
         momentum: Nesterov's.
         learning_rate: for the mean gradient of a batch (n times the paper's step size); None: half of
             min((2 + 2 momentum) / (1 + 2 momentum) n / lambda_max(H), 2 (1 - momentum) batch_size / max H_ii).
-        averaging: weight of the newest iterate in the geometric average; 1: the last iterate. (Paper: 100 / iterations.)
+        averaging: weight of the newest iterate in the geometric average.
     """
 
     state_class: ClassVar[type] = _DualState

@@ -1,4 +1,4 @@
-"""Preconditioners: approximations of the system that are cheap to solve and to sample.
+"""Approximations of the system that are cheap to solve and to sample.
 
 Begin with `preconditioner.py`; `suited.py` chooses one. It may import `linear_operators` and below.
 """

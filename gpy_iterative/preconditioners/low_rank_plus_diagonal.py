@@ -1,4 +1,4 @@
-"""Preconditioners S = L L^T + diag(d), solved by a k x k Cholesky factor."""
+"""Low rank plus diagonal preconditioners."""
 
 import copy
 from abc import abstractmethod
@@ -13,7 +13,7 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 
-#: Up to this many columns a transposed product is faster.
+#: Columns up to which a transposed product is faster.
 FEW_COLUMNS = 8
 #: Rows multiplied, and columns of I + W^T W computed, at a time.
 CHUNK = 4096
@@ -44,7 +44,7 @@ class LowRankPlusDiagonal(Preconditioner):
         squares = sum(
             ((rows / root).square().sum(-2) for rows, root in _whitened_parts(factor, diagonal)), factor.new_zeros(())
         )
-        # Of the diagonal of W^T W.
+        # Norm of the diagonal of W^T W.
         self._norm = float(torch.linalg.vector_norm(squares, dim=-1).amax())
         self._cholesky, info = torch.linalg.cholesky_ex(_inner_matrix(factor, diagonal, self._working_dtype))
         if info.any():  # I + W^T W is positive definite if finite
@@ -108,7 +108,7 @@ class LowRankPlusDiagonal(Preconditioner):
     def dual_sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
         """S^-1 xi = d^-1/2 (e + W (I + W^T W)^-1 (w - W^T e)).
 
-        E[xi (S^-1 xi)^T] is the identity whatever the rounding of I + W^T W, so that trace estimates are unbiased.
+        E[xi (S^-1 xi)^T] is the identity whatever the rounding of I + W^T W, so traces are unbiased.
         """
         root = self.diagonal.sqrt().unsqueeze(-1)
         whitened = diagonal_base / root
@@ -126,7 +126,7 @@ class LowRankPlusDiagonal(Preconditioner):
 
 
 class NystromFactor(LowRankPlusDiagonal):
-    """S for a system K + diag(d) with L L^T <= K: preconditioned eigenvalues are at least 1."""
+    """With L L^T <= K for a system K + diag(d): preconditioned eigenvalues are at least 1."""
 
 
 def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def _whitened_parts(factor: Tensor, diagonal: Tensor) -> Iterator[tuple[Tensor, 
 
 
 def _inner_matrix(factor: Tensor, diagonal: Tensor, dtype: torch.dtype) -> Tensor:
-    """Lower triangle of I + W^T W [*b, k, k] in float64, multiplied in `dtype`."""
+    """Lower triangle of I + W^T W in float64, multiplied in `dtype`."""
     rank = factor.shape[-1]
     inner = factor.new_zeros(*factor.shape[:-2], rank, rank, dtype=torch.float64)
     for rows, root in _whitened_parts(factor, diagonal):
@@ -165,7 +165,7 @@ class LowRankRecipe(PreconditionerRecipe):
 
 
 def kernel_and_noise(operator: LinearOperator) -> tuple[LinearOperator, Tensor, Tensor | None]:
-    """K [*b, n, n], its diagonal, and the noise [*b, n], None for an operator without noise."""
+    """K [*b, n, n], its diagonal, and the noise [*b, n] if any."""
     noisy = isinstance(operator, NoisyLinearOperator)
     kernel = operator.kernel if noisy else operator
     if kernel.shape != operator.shape:

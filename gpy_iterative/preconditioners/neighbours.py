@@ -33,8 +33,7 @@ def random_order(size: int, generator: torch.Generator) -> Tensor:
 def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
     """A permutation [n] of points [n, d] with early points far apart; approximate, O(n log n).
 
-    Removes groups from the end: repeated points first, then those of the closest half whose nearest neighbour precedes them
-    in a random order.
+    From the end: repeated points, then groups of the closest half whose nearest neighbour precedes them in a random order.
     """
     coordinates = points.double().cpu().numpy()
     left = random_order(len(coordinates), generator).numpy()
@@ -48,14 +47,14 @@ def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _finest(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which distinct points to remove, and distances to nearest neighbours."""
+    """Which points to remove, and distances to nearest neighbours."""
     distances, nearest = cKDTree(points).query(points, k=[2], workers=num_threads())
     distances, nearest = distances[:, 0], nearest[:, 0]
     return (nearest < np.arange(len(points))) & (distances <= np.median(distances)), distances
 
 
 def previous_neighbours(points: Tensor, count: int) -> Tensor:
-    """The nearest previous points [n, count] of each point [n, d], int64 on the CPU; unused places are 0."""
+    """The nearest previous points [n, count] of points [n, d], int64 on the CPU; unused places are 0."""
     coordinates = points.double().cpu().numpy()
     size = len(coordinates)
     result = np.zeros((size, count), dtype=np.int64)

@@ -17,11 +17,7 @@ from gpy_iterative.preconditioners.pivoted_cholesky import factor_on
 
 @dataclass(frozen=True)
 class Nystrom(LowRankRecipe):
-    """Recipe for K C (C^T K C)^-1 C^T K plus noise, for a random subspace C.
-
-    Args:
-        rank: dimension of the subspace, at most n.
-    """
+    """Recipe for K C (C^T K C)^-1 C^T K plus noise, with a random subspace C of dimension `rank`, at most n."""
 
     rank: int = 100
 
@@ -32,7 +28,7 @@ class Nystrom(LowRankRecipe):
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> NystromFactor:
         """See `PreconditionerRecipe.build`.
 
-        Without noise the mean remaining diagonal replaces it. Cost: one product with k columns, 3 n k^2 multiply-adds.
+        The mean remaining diagonal replaces unknown noise. Cost: one product with k columns, 3 n k^2 multiply-adds.
         """
         kernel, diagonal, noise = kernel_and_noise(operator)
         generator = torch.Generator().manual_seed(0) if generator is None else generator

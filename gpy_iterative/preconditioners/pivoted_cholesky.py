@@ -22,7 +22,7 @@ NOT_FINITE = "The kernel matrix has NaN or infinite entries. Check the data and 
 
 
 class PivotedCholeskyFactor(LowRankPlusDiagonal):
-    """L L^T + diag(d), with its pivots [*b, k] and raised jitter [*b] (see `factor_on`)."""
+    """Low rank plus diagonal with pivots [*b, k] and raised jitter [*b], see `factor_on`."""
 
     def __init__(self, factor: Tensor, diagonal: Tensor, pivots: Tensor, jitter: Tensor) -> None:
         super().__init__(factor, diagonal)
@@ -31,11 +31,7 @@ class PivotedCholeskyFactor(LowRankPlusDiagonal):
 
 @dataclass(frozen=True)
 class PivotedCholesky(LowRankRecipe):
-    """Recipe for a pivoted Cholesky factor with greedy pivots (largest remaining diagonal).
-
-    Args:
-        rank: columns of the factor, at most n.
-    """
+    """Recipe for a pivoted Cholesky factor with greedy pivots (largest remaining diagonal); rank at most n."""
 
     rank: int = 100
 
@@ -54,15 +50,13 @@ class PivotedCholesky(LowRankRecipe):
     ) -> PivotedCholeskyFactor:
         """See `PreconditionerRecipe.build`.
 
-        The rank is lower where the remaining diagonal is rounding noise, as with duplicate rows. Without noise, the
-        remaining diagonal replaces it. Cost: k rows of the matrix, n k^2 multiply-adds.
+        Duplicate rows lower the rank. The remaining diagonal replaces unknown noise. Cost: k rows of the matrix, n k^2
+        multiply-adds.
 
         Args:
-            operator: H.
-            pivots: [*b, k] of an earlier factor: no search, and a factor smooth in the hyperparameters.
+            pivots: [*b, k] of an earlier factor, for a factor smooth in the hyperparameters.
             correct_diagonal: adds diag(K - L L^T), so that S has the diagonal of H.
-            generator: of random pivots.
-            known: a factor of H, whose L is used if it has these pivots.
+            known: a factor of H, used if it has these pivots.
         """
         kernel, diagonal, noise = kernel_and_noise(operator)
         if known is not None and pivots is not None and torch.equal(known.pivots, pivots):
@@ -123,10 +117,10 @@ class PivotedCholesky(LowRankRecipe):
 class RandomlyPivotedCholesky(PivotedCholesky):
     """Recipe for a pivoted Cholesky factor with random pivots, in proportion to the remaining diagonal.
 
-    Cost: as `PivotedCholesky`, plus block_size^2 kernel entries per round.
+    Additional cost: block_size^2 kernel entries per round.
 
     Args:
-        rank: columns of the factor, at most n.
+        rank: at most n.
         block_size: candidates per round; does not change the distribution. None: rank / 10, at least 8.
     """
 
@@ -144,7 +138,7 @@ class RandomlyPivotedCholesky(PivotedCholesky):
         ):  # NaN must reach `propose`, which raises
             candidates = partial.propose(proposals, generator)
             block = partial.rest_of(candidates)
-            # Rounding errors of running differences could be proposed without end.
+            # Rounding errors of a running rest could be proposed without end.
             partial.rest[candidates] = block.diagonal().clamp_min(0).to(partial.rest)
             threshold = torch.rand(proposals, generator=generator, device=generator.device, dtype=torch.float64)
             most = partial.capacity - partial.rank
@@ -197,7 +191,7 @@ class PartialCholesky:
         return entries - known.mT @ known
 
     def propose(self, size: int, generator: torch.Generator) -> Tensor:
-        """Random rows [size], with repetition. Raises NonFiniteError."""
+        """Random rows, with repetition."""
         left = self.rest.masked_fill(self.rest <= self.stop, 0).double().cumsum(-1)
         if not torch.isfinite(left[-1]):
             raise NonFiniteError(NOT_FINITE)
@@ -227,8 +221,8 @@ def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple
 def factor_on(rows: Tensor, block: Tensor) -> tuple[Tensor, float]:
     """L = K C R^-T [n, k] from rows C^T K and block C^T K C (float64), with R the Cholesky factor of the block plus jitter.
 
-    The jitter, relative to the largest diagonal entry, keeps L L^T below K. It is raised if rounding gives the block an
-    eigenvalue below minus half of it, continuously in the hyperparameters, and then returned, else 0.
+    The jitter, relative to the largest diagonal entry, keeps L L^T below K. If rounding makes the block indefinite beyond
+    half of it, it is raised, continuously in the hyperparameters, and returned, else 0.
     """
     if not torch.isfinite(block).all():
         raise NonFiniteError(NOT_FINITE)

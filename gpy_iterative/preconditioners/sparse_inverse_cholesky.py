@@ -27,7 +27,7 @@ class SparseInverseCholesky(Preconditioner):
         neighbours: [n, m], columns of B's off-diagonal entries; unused: 0, with weight 0.
         weights: [n, m], these entries.
         diagonal: [n], diagonal of B, positive.
-        jitter: the largest jitter, relative to variances.
+        jitter: the largest, relative to variances.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SparseInverseCholesky(Preconditioner):
 
     @cached_property
     def _levels(self) -> tuple[Tensor, ...]:
-        """Rows by level; their neighbours are in lower levels."""
+        """Rows by level, with neighbours in lower levels."""
         neighbours, level = self.neighbours.cpu().numpy(), np.zeros(len(self.order), dtype=np.int32)
         for start, stop in _independent_ranges(neighbours.max(-1)):
             level[start:stop] = level[neighbours[start:stop]].max(-1) + 1
@@ -103,7 +103,7 @@ class SparseInverseCholesky(Preconditioner):
 
 
 def _independent_ranges(last: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that are not each other's neighbours, from their last neighbours [n]."""
+    """Ranges of rows that are not each other's neighbours."""
     start, size = 0, len(last)
     while start < size:
         stop, length = start + 1, 64

@@ -15,7 +15,7 @@ from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholes
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 from gpy_iterative.preconditioners.vecchia import Vecchia
 
-#: Mean remaining variance over the noise, above which Vecchia's factor is better.
+#: Mean remaining variance over the noise above which Vecchia is better.
 LEFT_OVER = 3.0
 #: Input dimensions up to which trees are fast.
 MOST_INPUTS = 8
@@ -35,7 +35,7 @@ class LowRankOrVecchia(PreconditionerRecipe):
         check_count("rank", self.rank)
 
     def for_far_field(self, operator: LinearOperator) -> Vecchia | None:
-        """Vecchia's recipe if it is chosen without a low rank, else None."""
+        """`Vecchia()` if it is chosen without a low rank."""
         is_chosen = _has_neighbours(operator) and _is_screened(operator) and far_field_error(operator) is not None
         return Vecchia() if is_chosen else None
 
@@ -51,7 +51,7 @@ class LowRankOrVecchia(PreconditionerRecipe):
 
 
 def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:
-    """Mean of diag(K - L L^T) over that of the noise; 0 without noise."""
+    """Mean of diag(K - L L^T) over that of the noise."""
     _, diagonal, noise = kernel_and_noise(operator)
     if noise is None:
         return 0.0

@@ -46,7 +46,7 @@ class Vecchia(PreconditionerRecipe):
 
     @torch.no_grad()
     def order(self, operator: LinearOperator, generator: torch.Generator | None = None) -> Tensor:
-        """Order of elimination [n]; None: seed 0."""
+        """Order of elimination [n]."""
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         points = _points(operator)
         found = random_order(len(points), generator) if self.ordering == "random" else maximin_order(points, generator)
@@ -61,9 +61,7 @@ class Vecchia(PreconditionerRecipe):
         Cost: n searches for m neighbours, n m^2 kernel entries, n m^3 / 6 multiply-adds.
 
         Args:
-            operator: H [n, n].
-            generator: for the order.
-            order: [n] of an earlier factor, so that the new one changes little.
+            order: [n] of an earlier factor.
 
         Raises:
             ValueError: the system has no kernel inputs, or is a batch.
@@ -103,7 +101,7 @@ def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[
     entries[:head, -1] = inverse[0].diagonal()
 
     def fill(rows: slice) -> float:
-        # Row i of B is the last row of the inverse factor of i and its neighbours.
+        # Row i of B: last row of the inverse factor of i and its neighbours.
         own = torch.arange(rows.start, rows.stop, device=neighbours.device)
         sets = torch.cat([neighbours[rows], own.unsqueeze(-1)], dim=-1)
         inverse, jitter = _inverse_factors(operator, order[sets], last_only=True)
@@ -116,7 +114,7 @@ def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[
 
 
 def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool = False) -> tuple[Tensor, float]:
-    """Inverse Cholesky factors (or last rows) of blocks, and the largest jitter."""
+    """Inverse factors (or their last rows), and the largest jitter."""
     blocks = principal_blocks(operator, sets).double()
     if not torch.isfinite(blocks).all():
         raise NonFiniteError(NOT_FINITE)

@@ -1,4 +1,4 @@
-"""Shared by all methods: reports, run state, data checks, gradients, progress.
+"""Shared by all methods.
 
 Begin with `run.py` and `surrogate.py`. It may import `linear_solvers` and below.
 """

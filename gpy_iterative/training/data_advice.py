@@ -1,4 +1,4 @@
-"""Warnings about unsuitable training data and kernels, before a fit."""
+"""Warnings about unsuitable training data and kernels."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.training.training_system import TrainingSystem
 
-#: Distance of nearest inputs, in lengthscales, beyond which kernel values are too small for a fit.
+#: Lengthscales between nearest inputs that make the kernel matrix diagonal.
 FAR = 6.0
-#: Standard deviation of an input, in lengthscales, that is constant to the kernel.
+#: Standard deviation, in lengthscales, of an input that is constant to the kernel.
 FLAT = 1e-3
 #: Least standard deviation of well-scaled inputs.
 SMALL = 0.01
@@ -30,22 +30,21 @@ CENTRES = 64
 EQUAL_ROWS = 5
 #: Largest ratio of the standard deviations of targets and prior, and distance of their means in the larger one.
 SPREAD, SHIFT = 20.0, 10.0
-#: Largest share of copied rows, such as in rounded data.
+#: Share of copied rows that rounded data may have.
 COPIES = 0.05
 #: Largest difference of targets of equal inputs, in noise standard deviations.
 UNEXPLAINED = 6.0
-#: Largest ratio of a noise at its lower bound to this bound.
+#: Noise within this factor of its lower bound is at it.
 AT_FLOOR = 1.01
 
 
 def warn_of_inputs(model: Any) -> None:
-    """Warns of constant columns with a lengthscale, and of equal components of a spectral mixture."""
     _warn(_constant_columns(model), _equal_components(model))
 
 
 @torch.no_grad()
 def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, system: TrainingSystem) -> None:
-    """Warns of training data that do not fit the hyperparameters. Cost: 64 rows of distances, and a sort."""
+    """Cost: 64 rows of distances, and a sort."""
     warn_of_inputs(model)
     _warn(_another_likelihood(model, likelihood))
     operator = system.operator

@@ -11,17 +11,16 @@ from gpytorch.likelihoods import BernoulliLikelihood, LaplaceLikelihood, Likelih
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
-#: (likelihood, latents [n, C] in float64, targets [n] or [n, C]) -> [n] or [n, C, C].
 PointwiseFunction = Callable[[Likelihood, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class LikelihoodForm:
-    """Functions of one likelihood class, differentiable in latents and parameters; see `register_curvature`.
+    """Functions of a likelihood class, see `register_curvature`.
 
     Attributes:
-        hessian: -d^2 log p / df^2, [n, C, C]; None uses autograd.
-        visible_basis: orthonormal basis [C, r] of the latent directions that matter; None is all.
+        hessian: -d^2 log p / df^2 [n, C, C]; None uses autograd.
+        visible_basis: orthonormal basis [C, r] of the latent directions that matter; None: all.
         target_per_latent: whether targets are [n, C] instead of [n]; None admits both.
     """
 
@@ -36,7 +35,7 @@ class LikelihoodForm:
 
 
 FORMS: dict[type[Likelihood], LikelihoodForm] = {}
-#: Why Laplace's method is meaningless for a class.
+#: Classes for which Laplace's method is meaningless, and why.
 REFUSALS: dict[type[Likelihood], str] = {}
 
 
@@ -51,14 +50,11 @@ def register_curvature(
 ) -> None:
     """Registers a likelihood for Laplace's method, or replaces its registration.
 
-    Necessary if `forward` is inaccurate or has no smooth `log_prob`; useful if the density is not log-concave and its
-    Fisher information is known.
-
     Args:
         likelihood_class: includes subclasses with the same `forward`.
-        log_prob: (likelihood, f [n, C], y [n]) -> log p(y_n | f_n) [n], in float64; three times differentiable in f, and
-            once in the parameters.
-        fisher: (likelihood, f, y) -> Fisher information [n, C, C], positive semi-definite; replaces an indefinite Hessian.
+        log_prob: (likelihood, f [n, C], y [n]) -> log p(y_n | f_n) [n], in float64; three times differentiable in f, once
+            in the parameters.
+        fisher: (likelihood, f, y) -> Fisher information [n, C, C], which replaces an indefinite Hessian.
         log_concave: whether log p is concave in f; None checks each evaluation.
         support: (likelihood, y) -> [n] bool of admissible targets, and their description; None admits all finite ones.
         num_latents: C; None admits any.
@@ -80,7 +76,7 @@ def form_of(likelihood: Likelihood) -> LikelihoodForm | None:
 
 
 def computes_as(likelihood: Likelihood, likelihood_class: type[Likelihood]) -> bool:
-    """Whether it is an instance with the `forward` of this class."""
+    """Whether it is an instance with this class' `forward`."""
     return isinstance(likelihood, likelihood_class) and type(likelihood).forward is likelihood_class.forward
 
 
@@ -98,12 +94,11 @@ def check_support(likelihood: Likelihood, targets: Tensor) -> None:
 
 
 def refusal_of(likelihood: Likelihood) -> str | None:
-    """Why Laplace's method refuses this likelihood, or None."""
     return next((reason for base, reason in REFUSALS.items() if computes_as(likelihood, base)), None)
 
 
 def is_log_concave(likelihood: Likelihood) -> bool:
-    """Whether log p(y | f) is known to be concave in f, with one latent per datum."""
+    """Whether log p(y | f) is known to be concave in one latent f per datum."""
     if computes_as(likelihood, LaplaceLikelihood):  # not registered: its curvature is zero almost everywhere
         return True
     form = form_of(likelihood)
@@ -115,9 +110,9 @@ def is_log_concave(likelihood: Likelihood) -> bool:
 def expected_log_prob(
     likelihood: Likelihood, target: Tensor, latent: base_distributions.Normal, **kwargs: Any
 ) -> Tensor:
-    """E log p(y | f) of each datum [b], for targets y [b] and independent f [b], in closed form or by the likelihood."""
+    """E log p(y | f) [b] for targets y [b] and independent f [b], in closed form or by the likelihood."""
     if computes_as(likelihood, LaplaceLikelihood):
-        # In closed form, because quadrature is inaccurate at the kink. GPyTorch's `noise` is the squared scale.
+        # Quadrature is inaccurate at the kink. GPyTorch's `noise` is the squared scale.
         scale = likelihood.noise.sqrt()
         deviation = latent.stddev.clamp_min(torch.finfo(target.dtype).tiny ** 0.5)
         difference = target - latent.mean

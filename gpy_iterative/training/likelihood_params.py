@@ -16,7 +16,6 @@ from gpy_iterative.linear_operators.from_gpytorch import noise_depends_on_inputs
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import unexpanded
 
-#: Errors from unreadable bytes.
 UNREADABLE = (AttributeError, TypeError, ValueError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError)
 
 
@@ -50,7 +49,7 @@ class LikelihoodParams:
         return cls(params, model, kwargs) if params or kwargs else None
 
     def current(self, model: ExactGP) -> tuple[Any, ...]:
-        """Arguments for the current training inputs; ValueError if these changed and another tensor is an argument."""
+        """For the current training inputs. Raises ValueError if these changed and another tensor is an argument."""
         return self._followed(self._params, model)
 
     def current_kwargs(self, model: ExactGP) -> dict[str, Any]:
@@ -66,11 +65,11 @@ class LikelihoodParams:
         self._forms, self._params, self._kwargs = _map_leaves(move, [self._forms, self._params, self._kwargs])
 
     def equals(self, other: "LikelihoodParams | None") -> bool:
-        """Compares arguments and training inputs by value."""
+        """Compares by value."""
         return other is not None and _same_leaves(vars(self), vars(other))
 
     def to_bytes(self) -> Tensor:
-        """For a training state. Raises ValueError for unsupported arguments."""
+        """Raises ValueError for unsupported arguments."""
 
         def check(leaf: Any) -> None:
             if not isinstance(leaf, Tensor | _TrainingInput | bool | int | float | str | None):
@@ -131,7 +130,7 @@ class _TrainingInput:
 
 
 def _same_inputs(left: Tensor, right: Tensor) -> bool:
-    """Equality of inputs; after BoTorch's transforms, one may hold a copy per output [*b, n, d]."""
+    """Equality; after BoTorch's transforms one may hold a copy per output."""
     wide, narrow = (left, right) if left.dim() > right.dim() else (right, left)
     if narrow.dim() < 2 or wide.shape[-narrow.dim() :] != narrow.shape:
         return False

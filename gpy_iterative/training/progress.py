@@ -17,9 +17,9 @@ class ProgressReport:
     Attributes:
         operation: "solve", "mode", "refinement", "variances", "pass", "subsets" or "fit".
         done: finished units.
-        unit: "epochs", "products", "points", "rows", "subsets" or "steps".
+        unit: such as "epochs".
         total: None if unknown.
-        figures: such as relative residuals of a solve by group, or value and nats left to gain of a fit.
+        figures: such as relative residuals of a solve by group.
     """
 
     operation: str
@@ -29,7 +29,6 @@ class ProgressReport:
     figures: dict[str, float]
 
 
-#: False is silent, True shows a bar, a callable gets every report.
 Progress = bool | Callable[[ProgressReport], None]
 
 
@@ -42,7 +41,6 @@ def check_progress(progress: Any) -> None:
 def reporting(
     progress: Progress, operation: str, unit: str, total: float | None = None
 ) -> Iterator[Callable[[float, dict[str, float]], None]]:
-    """Yields a function of `(done, figures)`."""
     if progress is False:
         yield lambda done, figures: None
     elif progress is True:

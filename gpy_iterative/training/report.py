@@ -1,4 +1,4 @@
-"""Reports, and the posterior protocol."""
+"""Reports and posteriors."""
 
 import dataclasses
 import html
@@ -18,7 +18,7 @@ MAX_LISTED = 6
 
 
 class Report:
-    """Figures as a line (`str`), a text table, or a notebook's table."""
+    """Figures as a line (`str`), a text table, or a notebook table."""
 
     def table(self) -> str:
         """One figure per line, for `print`."""
@@ -61,16 +61,15 @@ class MarginalLogLikelihoodReport(Report):
 
     Attributes:
         epochs: passes of the solve over the kernel matrix; 0 for Cholesky.
-        residual_targets: true relative residual norm of `H a = y - mean`; of a truncated series' unweighted sum, from the
-            recurrence.
-        residual_probes: the same for probes (largest, or mean under `stopping="mean"`); None for Cholesky.
+        residual_targets: true relative residual norm of `H a = y - mean`; of a truncated series' unweighted sum.
+        residual_probes: the same for probes (largest, or mean with `stopping="mean"`); None for Cholesky.
         value: [*b], log marginal likelihood with priors and added loss terms, per datum.
-        value_sem: [*b], its standard error, which may be wrong by a factor of two; 0 for Cholesky, NaN if unknown (random
-            features, a single probe, `value=None`).
-        seconds: of the forward pass, wall-clock.
-        truncation: the draws of random truncation methods.
-        probe_jitter: jitter of the probes' frozen pivots or `Vecchia` blocks, relative to the kernel's largest variance;
-            the gradient stays unbiased, with more variance.
+        value_sem: [*b], its standard error, within a factor of two; 0 for Cholesky, NaN if unknown (random features, a
+            single probe, `value=None`).
+        seconds: of the forward pass.
+        truncation: of random truncation methods.
+        probe_jitter: of frozen pivots or `Vecchia` blocks, relative to the largest variance; it raises the gradient's
+            variance.
         far_field_error: measured error of far-field entries, relative to their standard deviation.
     """
 
@@ -124,7 +123,6 @@ class SolveReport(Report):
         epochs: passes of iterations over the kernel matrix; 0 for a factorisation.
         overhead: other passes.
         residual: true relative residual norm; 0 for a factorisation.
-        seconds: wall-clock.
     """
 
     status: SolveStatus

@@ -22,7 +22,7 @@ Part = Mapping[str, Tensor]
 
 
 def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    """The generator, or one with the given seed; None: the seed of `torch.manual_seed`."""
+    """None: one with the seed of `torch.manual_seed`."""
     generator = generator_or_seed(generator)
     if isinstance(generator, torch.Generator):
         return generator
@@ -30,10 +30,8 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
 
 
 def stream_generator(seed: int, *stream: int) -> torch.Generator:
-    """A generator for one of the streams of a seed.
-
-    Mixed, because with sums of seed and stream neighbouring seeds would share streams.
-    """
+    """A generator for one of the streams of a seed."""
+    # With sums, neighbouring seeds would share streams.
     mixed = np.random.SeedSequence((seed % 2**64, *stream)).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(mixed[0]))
 
@@ -46,7 +44,7 @@ class Run:
     """
 
     position: Tensor  # of the generator
-    device: torch.device = CPU  # of the generator
+    device: torch.device = CPU
     parts: Mapping[str, Part] = field(default_factory=dict)
 
     @classmethod
@@ -68,7 +66,7 @@ class Run:
         return replace(self, parts={name: part for name, part in merged.items() if part is not None})
 
     def for_system(self, operator: LinearOperator) -> "Run":
-        """Without parts of an H of other shape, device or dtype, but float32 parts become float64 with H."""
+        """Without parts of another shape, device or dtype; but float32 parts become float64."""
         like = torch.empty(0, *operator.shape, dtype=operator.dtype, device=operator.device)
         known = self.parts.get("system", {}).get("like")
         if known is not None and (known.shape, known.device) == (like.shape, like.device):
@@ -120,10 +118,7 @@ NO_ROWS = {"order": torch.empty(0, dtype=torch.int64, device=CPU), "position": t
 
 
 def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tensor, Run]:
-    """The next batch, row numbers [batch_size] on the generator's device, and the next run.
-
-    The run's part `name` has a shuffled order and the position in it. A shorter remainder is skipped.
-    """
+    """The next batch of shuffled rows, on the generator's device, and the next run. A shorter remainder is skipped."""
     order, position = run.parts[name]["order"], int(run.parts[name]["position"])
     if len(order) != num_data or position + batch_size > num_data:
         generator = run.generator()
@@ -134,10 +129,7 @@ def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tens
 
 
 class Resumable:
-    """A marginal log likelihood whose training state is one `Run`.
-
-    A subclass sets `_run`, and `_params` to the likelihood's last arguments.
-    """
+    """A marginal log likelihood whose training state is `_run`, and `_params` of the last step."""
 
     model: Any
     _run: Run
@@ -148,7 +140,7 @@ class Resumable:
         """What a state must match."""
 
     def _checked_run(self, run: Run) -> Run:
-        """A loaded run. Raises ValueError for unsuitable parts."""
+        """Raises ValueError for unsuitable parts."""
         return run
 
     def _move_run(self, function: Callable[[Tensor], Tensor]) -> None:

@@ -38,12 +38,11 @@ class OwnLock:
 
 Model = TypeVar("Model", bound=GP)
 
-#: Attributes with results.
 _RESULTS = ("prediction_strategy", "_posterior")
-#: Attributes that are not compared, or compared elsewhere.
+#: Attributes that are not compared here.
 _NO_NUMBERS = {"training", "train_inputs", "train_targets", "grid_bounds", "num_refinements", "solver", "products"}
 _NO_NUMBERS |= {"seed", "likelihood_params", *_RESULTS}
-#: Dicts that copies do not share.
+#: Not shared by copies.
 _OWN = ("_parameters", "_buffers")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Tensor)
 #: Part of a spacing by which rounding may move a grid.
@@ -54,16 +53,13 @@ _UNKNOWN = object()
 
 @dataclass(frozen=True)
 class ModelSnapshot:
-    """Copies of model and likelihood in evaluation mode, with their own numbers, without gradients.
-
-    They are evaluated once; later evaluations use `copies()`.
-    """
+    """Copies of model and likelihood in evaluation mode, with their own numbers, evaluated once."""
 
     model: Any
     likelihood: Any
-    tensors: dict[str, Tensor]  # parameters, buffers, training inputs and targets
-    attributes: dict[str, Any]  # public ones of modules: numbers, strings, tensors, and lists or dicts of them
-    nan_policy: str  # GPyTorch's `observation_nan_policy`
+    tensors: dict[str, Tensor]  # parameters, buffers, training data
+    attributes: dict[str, Any]  # public ones of modules with plain values
+    nan_policy: str  # GPyTorch's
 
     @classmethod
     def of(cls, model: GP, likelihood: Likelihood) -> "ModelSnapshot":
@@ -72,7 +68,7 @@ class ModelSnapshot:
         return cls(model, likelihood, dict(_tensors(model, likelihood)), dict(_attributes(model, likelihood)), policy)
 
     def copies(self) -> tuple[Any, Any]:
-        """Model and likelihood for one evaluation, thread-safe."""
+        """Copies for one evaluation, thread-safe."""
         copies = ModuleCopies(own=_OWN, apart=True)
         model, likelihood = copies.of(self.model), copies.of(self.likelihood)
         for kernel in _moving_grids(model).values():
@@ -100,7 +96,7 @@ class ModelSnapshot:
         is_training = model.training or likelihood.training
         current = evaluation_copies(model, likelihood) if is_training else (model, likelihood)
         tensors, attributes = dict(_tensors(*current)), dict(_attributes(*current))
-        # Attributes that changed when the copy was evaluated are results.
+        # Attributes that the copy's evaluation changed are results.
         after = dict(_attributes(self.model, self.likelihood))
         return (
             tensors.keys() == self.tensors.keys()
@@ -113,7 +109,7 @@ class ModelSnapshot:
         )
 
     def hand_back(self, model: GP, likelihood: Likelihood) -> None:
-        """Gives the originals what kernels drew on a first call (RFFKernel)."""
+        """Gives the originals what a kernel drew on its first call (RFFKernel)."""
         drawn = {name: tensor for name, tensor in _tensors(self.model, self.likelihood) if name not in self.tensors}
         for owner, original in (("model", model), ("likelihood", likelihood)):
             for path, module in original.named_modules(prefix=owner):
@@ -129,9 +125,9 @@ class ModelSnapshot:
 def evaluation_copies(
     model: Model, likelihood: Likelihood, copies: ModuleCopies | None = None
 ) -> tuple[Model, Likelihood]:
-    """Copies in evaluation mode, without GPyTorch's caches; tensors are shared without `copies`.
+    """Copies in evaluation mode, without GPyTorch's caches; without `copies` they share tensors.
 
-    A model in evaluation mode keeps its modules that are in training mode.
+    In a model in evaluation mode, modules in training mode stay so.
     """
     copies = ModuleCopies(own=_OWN, apart=True) if copies is None else copies
     model, likelihood = copies.of(model), copies.of(likelihood)
@@ -151,7 +147,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _moving_grids(model: GP) -> dict[str, GridInterpolationKernel]:
-    """Kernels by name without `grid_bounds`, whose grids follow each call's inputs."""
+    """Kernels without `grid_bounds`, whose grids follow each call's inputs."""
     return {
         name: module
         for name, module in model.named_modules()

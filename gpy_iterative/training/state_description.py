@@ -18,19 +18,17 @@ _NAME = "description"
 TAKE_IT = "Pass what training_state() returned."
 _WITHOUT = "Training can go on without it: model and optimiser have their own state."
 _DATA = "fingerprint of the training data"
-#: Tolerance of fingerprints: standardising on another machine changes the last digits.
+#: Tolerance of fingerprints, as standardising elsewhere changes last digits.
 _SAME_DATA = 1e-3
 
 
 @dataclass(frozen=True)
 class StateDescription:
-    """Method, options, sizes and data of a run, as plain values."""
-
     entries: dict[str, Any]
 
     @classmethod
     def of(cls, mll: torch.nn.Module, options: Mapping[str, Any]) -> "StateDescription":
-        """`options` are those that shape the state."""
+        """`options`: those that shape the state."""
         model: Any = mll.model
         inputs = tuple(getattr(model, "train_inputs", None) or ())
         targets = getattr(model, "train_targets", None)
@@ -49,7 +47,7 @@ class StateDescription:
         )
 
     def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Adds the description, as bytes for `torch.load(weights_only=True)`."""
+        """Adds the description as bytes, for `weights_only=True`."""
         return {_NAME: torch.tensor(list(json.dumps(self.entries).encode()), dtype=torch.uint8, device=CPU)} | state
 
     def taken_from(self, state: Any) -> dict[str, Any]:
@@ -109,7 +107,7 @@ def _fingerprints(model: Any, inputs: tuple[Tensor, ...], targets: Tensor | None
 
 @torch.no_grad()
 def _fingerprint(columns: Tensor) -> list[float] | None:
-    """Numbers that change with the data [n, d], but little with rounding; None for learned data."""
+    """Numbers that change with the data [n, d], but little with rounding; None if learned."""
     if columns.requires_grad or not columns.numel():
         return None
     values = columns.double().nan_to_num(0.0, 0.0, 0.0)
@@ -132,7 +130,7 @@ def _are_close(left: Any, right: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON, equal in every process."""
+    """For JSON, equal in every process."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -4,8 +4,7 @@ The gradient of the log marginal likelihood is that of
 
     1/2 a^T H a - 1/(2s) sum_j w_j^T H z_j - a^T (y - mean)
 
-with constant a = H^-1 (y - mean), w_j = H^-1 xi_j, z_j = S^-1 xi_j. Terms with H have the form left^T H right, which the
-operator differentiates in closed form.
+with constant a = H^-1 (y - mean), w_j = H^-1 xi_j, z_j = S^-1 xi_j.
 """
 
 from collections.abc import Sequence
@@ -79,7 +78,7 @@ class _GivenDerivatives(torch.autograd.Function):
 
 
 def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """A value [*b] with the given gradient: pairs of a tensor [*b, ...] or [...] and the derivative by it [*b, ...]."""
+    """A value [*b] with gradient: pairs of a tensor [*b, ...] or [...] and the derivative by it [*b, ...]."""
     tensors, derivatives = zip(*pairs, strict=True)
     return _GivenDerivatives.apply(value, derivatives, *tensors)
 
@@ -87,16 +86,14 @@ def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> T
 def surrogate(
     operator: LinearOperator, value: Tensor, left: Tensor, right: Tensor | None, weights: Tensor, residual: Tensor
 ) -> Tensor:
-    """The log marginal likelihood's value [*b] with its gradient estimator.
-
-    Backward costs n^2 (d + k) multiply-adds for a kernel matrix.
+    """The value [*b] with the gradient's estimator.
 
     Args:
         operator: H [*b, n, n], with graph.
         value: [*b].
         left: [*b, n, k]; without right, weights of dH's entries [*b, n, n].
-        right: [*b, n, k], detached like left; the derivative is sum_k left_k^T dH right_k.
-        weights: a = H^-1 (y - mean) [*b, n], detached.
+        right: [*b, n, k]; the derivative is sum_k left_k^T dH right_k.
+        weights: a = H^-1 (y - mean) [*b, n].
         residual: y - mean [*b, n], with graph.
     """
     result = _BilinearSurrogate.apply(operator.representation_tree(), value, left, right, *operator.representation())
@@ -106,17 +103,14 @@ def surrogate(
 
 
 def with_checked_gradient(value: Tensor, module: torch.nn.Module) -> Tensor:
-    """The value [*b], whose backward pass raises NonFiniteError for a non-finite gradient of a parameter.
-
-    Every `.grad` then stays unchanged.
-    """
+    """A backward pass with a parameter's non-finite gradient raises NonFiniteError; every `.grad` stays unchanged."""
     if value.requires_grad:
         value.register_hook(partial(_watch, module))
     return value
 
 
 def _watch(module: torch.nn.Module, _: Tensor) -> None:
-    """Hook of the value, called first: adds hooks of parameters."""
+    """The value's hook, called first: adds hooks of parameters."""
     graph_task = torch._C._current_graph_task_id()
     handles: list[torch.utils.hooks.RemovableHandle] = []
     changed: list[tuple[Tensor, Tensor | None]] = []  # gradients before the pass
@@ -128,7 +122,7 @@ def _watch(module: torch.nn.Module, _: Tensor) -> None:
 
     @torch.no_grad()
     def check(name: str, parameter: Tensor, gradient: Tensor) -> None:
-        """Hook of a parameter, called before its `.grad` changes."""
+        """Called before `.grad` changes."""
         if torch._C._current_graph_task_id() != graph_task:  # another error ended this pass
             end()
             return

@@ -26,7 +26,7 @@ from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 #: Nats that rounding in float32 may move the value of a training step.
 ROUNDING_IN_TRAINING = 0.5
-#: Rows up to which a float32 model is computed in float64 if rounding requires it.
+#: Rows up to which float64 replaces float32 if rounding requires it.
 MOST_ROWS_IN_FLOAT64 = 100_000
 #: Rows up to which tiles replace an automatic far field that is too crude.
 MOST_ROWS_IN_TILES = 20_000
@@ -46,7 +46,7 @@ class TrainingSystem:
         return self.residual.shape[:-1]
 
     def is_rounded(self, limit: float) -> bool:
-        """Whether rounding in float32 moves the value by more than `limit` nats, and n is not too large for float64."""
+        """Whether rounding moves the value by more than `limit` nats, and n is small enough for float64."""
         operator = self.operator
         if operator.dtype == torch.float64 or not isinstance(operator, NoisyLinearOperator):
             return False
@@ -66,20 +66,20 @@ class TrainingSystem:
         return replace(self, operator=in_float64(self.operator), residual=self.residual.double())
 
     def with_suited_products(self) -> "TrainingSystem":
-        """With tiles where errors of an automatic far field would exceed the noise, and n is not too large."""
+        """With tiles if errors of an automatic far field would exceed the noise, and n is small enough."""
         operator, size = self.operator, self.operator.shape[-1]
         if size > MOST_ROWS_IN_TILES or not isinstance(operator, NoisyLinearOperator):
             return self
         if size < FAR_FIELD_ROWS.on(operator.device):
             return self
-        # Errors of a product grow with the root of n, because those of the entries are independent.
+        # Entries have independent errors, so those of a product grow with the root of n.
         errors = automatic_tolerance(size, operator.dtype) * size**0.5 * operator.signal_to_noise()
         if not bool((errors > 1).any()):
             return self
         return replace(self, operator=without_automatic_far_field(operator))
 
     def terms(self) -> list[KernelTerm]:
-        """The kernels at the observed inputs; raises SpectralDensityMissingError if the prior is no sum of kernels."""
+        """Raises SpectralDensityMissingError if the prior is no sum of kernels."""
         return kernel_terms(self.prior.lazy_covariance_matrix, self.observed)
 
 
@@ -97,14 +97,12 @@ def check_has_data(model: ExactGP) -> None:
 
 
 def to_training_mode(*modules: torch.nn.Module) -> None:
-    """A module in training mode may have layers that the user holds in evaluation mode."""
     for module in modules:
-        if not module.training:
+        if not module.training:  # else the user may hold layers in evaluation mode
             module.train()
 
 
 def check_inputs(model: ExactGP) -> None:
-    """Raises ValueError for a non-finite training input."""
     for i, inputs in enumerate(model.train_inputs or ()):
         if inputs.is_floating_point():
             check_finite("train_inputs" if len(model.train_inputs) == 1 else f"train_inputs[{i}]", inputs)
@@ -120,7 +118,7 @@ def check_hyperparameters(model: torch.nn.Module) -> None:
 
 
 def num_training_data(model: ExactGP) -> int:
-    """Rows of H, observed or not, for targets [*b, n] or [*b, n, T]; n tasks count as one."""
+    """Rows of H, observed or not; n tasks count as one."""
     assert model.train_inputs is not None
     assert model.train_targets is not None
     targets, rows = model.train_targets.shape, model.train_inputs[0].shape[-2]
@@ -137,8 +135,8 @@ def training_system(
 ) -> TrainingSystem:
     """The detached system of a `ModelSnapshot`'s copies.
 
-    Raises ValueError for missing, mismatched or non-finite training data (NaN targets are missing data under
-    `observation_nan_policy("mask")`), or noise that is not positive.
+    Raises ValueError for missing, mismatched or non-finite training data (NaN targets may be missing data), or noise that
+    is not positive.
     """
     check_has_data(model)
     check_inputs(model)
@@ -172,7 +170,7 @@ def linear_system(
     caches: TileCaches | None = None,
     shares_matrix: bool = False,
 ) -> TrainingSystem:
-    """The system of a prior and targets [*b, n] or [*b, n, T], with graph.
+    """The system with graph, for targets [*b, n] or [*b, n, T].
 
     With `shares_matrix`, H has no leading dimensions in which only targets differ.
     """
@@ -190,7 +188,7 @@ def linear_system(
 
 
 def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
-    """The model's prior at any inputs, without the conditioning of evaluation mode. Raises TypeError or ValueError."""
+    """The prior, without the conditioning of evaluation mode. Raises TypeError or ValueError."""
     with GPYTORCH_SETTINGS:  # another thread's settings would make GPyTorch evaluate the kernel
         prior = gpytorch.Module.__call__(model, *inputs)
     if not isinstance(prior, MultivariateNormal):
@@ -201,7 +199,7 @@ def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
 
 
 def unexpanded(inputs: Iterable[Tensor]) -> list[Tensor]:
-    """Inputs [*f, *b, n, d] as [*b, n, d]: removes leading dimensions in which all are expanded."""
+    """Removes leading dimensions in which all inputs are expanded."""
     inputs = list(inputs)
     while inputs and all(x.dim() > 2 and len(x) and x.stride(0) == 0 for x in inputs):
         inputs = [x[0] for x in inputs]

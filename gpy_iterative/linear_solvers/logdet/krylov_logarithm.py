@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-#: Step of the trapezoidal rule in log t; its error is exp(-2 pi^2 / step).
+#: Step of the trapezoidal rule in log t, of error exp(-2 pi^2 / step).
 STEP = 0.5
 #: Range of log t below and above the eigenvalues.
 BELOW, ABOVE = 37.0, 19.0
@@ -25,7 +25,7 @@ def krylov_logarithm_terms(lengths: Tensor, products: Tensor) -> Tensor:
         products: r_{j-1}^T P^-1 r_{j-1} [J, s].
 
     Returns:
-        [J, s], float64; negative from the second term on, zero after a column's end.
+        [J, s], float64; zero after a column's end.
     """
     lengths, products = lengths.double(), products.double()
     alive = lengths > 0

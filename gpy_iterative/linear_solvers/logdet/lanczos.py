@@ -17,28 +17,28 @@ from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.worker_threads import divided
 
-#: Upper (Gauss) and lower (Gauss-Radau) bounds on u^T log(M) u, [*b, s] each.
+#: Upper (Gauss) and lower (Gauss-Radau) bounds on u^T log(M) u [*b, s].
 Bounds = tuple[Tensor, Tensor]
 
-#: Error of the bounds' mean: their distance divided by this.
+#: Distance of the bounds over the error of their mean.
 BRACKET_PARTS = 4
-#: Error of an estimate by positions: change of that distance divided by this.
+#: Change of that distance over the error of an estimate by positions.
 CHANGE_PARTS = 16
-#: The quadrature stops when its error is below this many standard errors of the probes.
+#: Largest error of the quadrature, in standard errors of the probes.
 WORTH_OF_ERROR = 1.0
-#: Least such limit, in nats per datum.
+#: An error that is always accepted, in nats per datum.
 RESOLUTION = 0.003
 #: Default maximum of products, and the minimum.
 MAX_LOGDET_PRODUCTS = 20
 LEAST_PRODUCTS = 2
 
-#: Factor of the error of old positions from one iteration to the next.
+#: Factor of old positions' error from one iteration to the next.
 FALL = 0.46
 #: Error of a correction, relative to the correction.
 DOUBTED = 0.25
 #: Life of a run's first positions, whose drift is unknown.
 FIRST_LIFE = 5
-#: Part of the old drift that is kept: a new measurement may be zero by chance.
+#: Kept part of the old drift: a new measurement may be zero by chance.
 REMEMBERED = 0.5
 
 
@@ -86,7 +86,7 @@ class BracketPositions:
         age = before.age + 1
         # At least the errors of later estimates.
         measured = torch.stack(errors, dim=-1).flip(-1).cummax(-1).values.flip(-1) / age
-        for iteration in range(1, len(bounds)):  # the last known drift holds for later iterations
+        for iteration in range(1, len(bounds)):
             now, old = measured[..., min(iteration, len(errors)) - 1], before.drift[..., : iteration + 1][..., -1]
             drift[..., iteration] = now.maximum(REMEMBERED * old)
         return cls(values, gaps, error, drift, zero, 2 * age, zero)
@@ -101,7 +101,7 @@ class BracketPositions:
         return replace(self, age=self.age + 1, surplus=self.surplus + products - LEAST_PRODUCTS)
 
     def estimate(self, bounds: Sequence[Bounds]) -> tuple[Tensor, Tensor] | None:
-        """The limit [*b, s] and the further error [*b] of its mean; None for fewer than two or too many iterations."""
+        """The limit [*b, s] and the further error [*b] of its mean; None for too few or many iterations."""
         count = len(bounds)
         if not LEAST_PRODUCTS <= count <= self.values.shape[-1]:
             return None
@@ -154,9 +154,9 @@ def stochastic_logdet(
         probes: xi [*b, n, s] with covariance P, from random signs.
         preconditioner: P.
         max_iterations: at least two.
-        tolerance: of the quadrature's error, per datum; None: the probes' standard error, or .003 if larger.
-        positions: of an earlier, similar system.
-        first_product: H P^-1 xi [*b, n, s], if known.
+        tolerance: of the quadrature's error, per datum; None: the probes' standard error, at least .003.
+        positions: of a similar system.
+        first_product: H P^-1 xi [*b, n, s].
     """
     size = probes.shape[-2]
     most = min(max(max_iterations, LEAST_PRODUCTS), size)
@@ -238,12 +238,12 @@ class _Lanczos:
         upper, lower, squares = (rule * self._squared_norm for rule in rules)
         self.bounds.append((upper, lower))
         samples = (upper + lower) / 2
-        # Without a floor the lower rule may cross the limit, and the mean hardly change far from it.
+        # Without a floor the lower rule may cross the limit.
         before, self._judged = self._judged, upper if self._floor is None else samples
         error = (upper - lower).mean(-1).abs() / BRACKET_PARTS
         # The bounds' distance is too optimistic in hard systems.
         change = torch.full_like(error, torch.inf) if before is None else (self._judged - before).mean(-1).abs()
-        # The deviation of so few samples is often several times too small.
+        # The deviation of so few samples is often too small.
         variance = 2 * (squares.mean(-1) - samples.mean(-1).square() / self._num_signs).clamp_min(0)
         sem = (variance / samples.shape[-1]).sqrt()
         return _Found(samples, error.maximum(change), sem)
