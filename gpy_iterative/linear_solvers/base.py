@@ -13,7 +13,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_fraction, check_number
-from gpy_iterative.linear_solvers.columns import Columns, Iterate, LinearSystem
+from gpy_iterative.linear_solvers.columns import DIVERGENCE, Columns, Iterate, LinearSystem
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.worker_threads import divided
@@ -26,8 +26,6 @@ LEAST_PROGRESS = 0.01
 MAX_IN_NORM = 3.0
 #: Further solves to reach it, and least epochs of each.
 MAX_CONTINUATIONS, CONTINUED_EPOCHS = 4, 100
-#: Growth of residuals that ends an indefinite solve.
-DIVERGENCE = 1e3
 #: Rounding errors beyond which a negative curvature counts.
 SLACK = 10
 

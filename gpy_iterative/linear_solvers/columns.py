@@ -38,7 +38,7 @@ ROUNDING = 4
 MAX_ROUNDS, MAX_REFINEMENTS = 10, 50
 #: Least iterations, and work, between comparisons of a low-precision copy with H.
 WATCHED_EVERY = 20
-#: Largest growth of residuals with a low-precision copy, which may be indefinite.
+#: Growth of residuals that ends a round, if the system or its low-precision copy may be indefinite.
 DIVERGENCE = 1e3
 
 
