@@ -122,6 +122,5 @@ class SamplePathModel(DeterministicModel):
 
 
 def _lists_outputs_first(model: GPyTorchModel) -> bool:
-    """Whether outputs are a batch dimension."""
     has_one = model.num_outputs == 1 and not isinstance(model, MultiTaskGPyTorchModel)
     return has_one or isinstance(model, BatchedMultiOutputGPyTorchModel)

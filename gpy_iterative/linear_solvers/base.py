@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LEAST_PROGRESS = 0.01
 #: Largest residual in the norm of P^-1, in tolerances.
 MAX_IN_NORM = 3.0
-#: Further solves to reach it, and least epochs of each.
+#: Further solves to reach it, and least budget of each in epochs.
 MAX_CONTINUATIONS, CONTINUED_EPOCHS = 4, 100
 #: Rounding errors beyond which a negative curvature counts.
 SLACK = 10

@@ -36,7 +36,7 @@ LIMITING_PART = 0.5
 #: Far-field errors below this many rounding errors are no limit.
 ROUNDING = 4
 MAX_ROUNDS, MAX_REFINEMENTS = 10, 50
-#: Least iterations, and work, between comparisons of a low-precision copy with H.
+#: Least iterations, and work in comparisons, between comparisons of a low-precision copy with H.
 WATCHED_EVERY = 20
 #: Growth of residuals that ends a round, if the system or its low-precision copy may be indefinite.
 DIVERGENCE = 1e3

@@ -1,4 +1,4 @@
-"""Default solver of a system."""
+"""Default solver."""
 
 from linear_operator import LinearOperator
 

@@ -11,7 +11,7 @@ from gpy_iterative.worker_threads import num_threads
 
 #: Growth of the trees' sizes.
 GROWTH = 1.5
-#: Neighbours per search, over all points.
+#: Neighbours per search of all points.
 FOUND = 2**22
 
 

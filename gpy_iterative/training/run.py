@@ -113,7 +113,7 @@ class Run:
         return Run(position.cpu().clone(), self.device, parts)
 
 
-#: First part of `next_rows`.
+#: Initial part for `next_rows`.
 NO_ROWS = {"order": torch.empty(0, dtype=torch.int64, device=CPU), "position": torch.tensor(0, device=CPU)}
 
 

@@ -1,6 +1,6 @@
 """Log-determinant by preconditioned stochastic Lanczos quadrature, with a warm start.
 
-Ubaru et al. 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature"; Wenger et al. 2022 (preconditioner).
+Ubaru et al. 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature"; Wenger et al. 2022.
 """
 
 from collections.abc import Sequence
