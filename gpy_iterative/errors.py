@@ -50,7 +50,7 @@ def float64_first(dtype: torch.dtype) -> str:
 
 
 class NonFiniteError(NanError):
-    """A NaN or an infinity appeared; nothing was changed."""
+    """A NaN or an infinity appeared; parameters are unchanged."""
 
 
 class NotPositiveDefiniteError(NotPSDError):

@@ -1,6 +1,7 @@
 """State of a method between training steps.
 
-A step returns the next run, which is kept only if `forward` succeeds.
+A step returns the next run, which is kept only if `forward` succeeds. A non-finite gradient appears later, when the run has
+advanced.
 """
 
 from abc import abstractmethod
@@ -40,7 +41,7 @@ def stream_generator(seed: int, *stream: int) -> torch.Generator:
 class Run:
     """Position of the random numbers, and tensors by part and name.
 
-    The other parts belong to an H of the shape, dtype and device in the part `system`.
+    The part `system` has the shape, dtype and device of H.
     """
 
     position: Tensor  # of the generator
@@ -61,7 +62,7 @@ class Run:
         return replace(self, position=generator.get_state())
 
     def having(self, **parts: Part | None) -> "Run":
-        """Replaces some parts; None removes one."""
+        """Replaces parts; None removes one."""
         merged = {**self.parts, **parts}
         return replace(self, parts={name: part for name, part in merged.items() if part is not None})
 

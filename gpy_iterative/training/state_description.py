@@ -97,7 +97,7 @@ def _read(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fingerprints(model: Any, inputs: tuple[Tensor, ...], targets: Tensor | None) -> list[list[float] | None]:
-    """Of inputs before BoTorch's transforms, and of targets."""
+    """Of inputs before BoTorch's transforms, and targets."""
     original = None if model.training else getattr(model, "_original_train_inputs", None)
     if original is not None:
         inputs = (original,) if isinstance(original, Tensor) else tuple(original)
