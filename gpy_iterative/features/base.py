@@ -49,8 +49,6 @@ class MinibatchReport(Report):
 
     Attributes:
         value: result of `forward`, [].
-        batch_size: rows of the batch.
-        num_data: n.
         steps: training steps so far.
         seconds: wall-clock time of `forward`.
     """
@@ -69,9 +67,9 @@ class MinibatchReport(Report):
 
 
 class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
-    """Base of the marginal log likelihoods that take mini-batches.
+    """Base of the mini-batch marginal log likelihoods.
 
-    A run's parts "weights" (a subclass's state) and "parameters" (of the module) are float64 and not in `state_dict()`.
+    The run's parts "weights" (state) and "parameters" (of the module) are float64 and not in `state_dict()`.
 
     Attributes:
         progress: of passes over all data: True shows a bar, a callable gets every `ProgressReport`.
@@ -79,7 +77,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     """
 
     needs_features = True
-    #: Weights of the basis (prior variances c), else of scaled features (prior variances 1).
+    #: Weights of the basis (variances c), else of scaled features (variances 1).
     centred = False
 
     def __init__(
@@ -102,7 +100,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self.batch_size, self._options = batch_size, dict(options)
         self.report: MinibatchReport | None = None
         self.progress: Progress = False
-        self._seen: SeenData | None = None  # None: the next call has the run's data
+        self._seen: SeenData | None = None  # the run's data; None: those of the next call
         self._checked_modes: list[bool] = []
         self._standstill = StandstillWatch(type(self).__name__)
         self._current_batch_size()
@@ -110,18 +108,17 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
     @abstractmethod
     def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
-        """The run with exact weights, without autograd."""
+        """The run with exact weights."""
 
     @abstractmethod
     def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
-        """Estimate of -2 log p(y) - n log(2 pi) with the method's gradient, and the run after a step."""
+        """Estimate of -2 log p(y) - n log(2 pi), and the run after a step."""
 
     @abstractmethod
-    def _weights(self, run: Run) -> WeightDistribution:
-        """Distribution of the weights."""
+    def _weights(self, run: Run) -> WeightDistribution: ...
 
     def _settle(self, problem: WeightSpaceProblem, run: Run) -> Run:
-        """Completes the last step, without autograd."""
+        """Completes the last step."""
         return run
 
     def forward(
@@ -132,22 +129,20 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         indices: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Estimate of the log marginal likelihood divided by n, from one batch.
+        """Estimate of the log marginal likelihood divided by n, with priors and added loss terms, from one batch.
+
+        In training mode with gradients, a call draws a batch and updates the state; else it evaluates the next batch and
+        changes nothing. New data cause a pass over them.
 
         Args:
             function_dist: the prior `model(train_x)` at all training inputs, [n].
             target: [n].
-            indices: [b] rows of the batch, as from a DataLoader; None draws them.
+            indices: rows [b] of the batch; None draws them.
             params, kwargs: passed to the likelihood.
-
-        Returns:
-            A scalar with priors and added loss terms. In training mode with gradients, a call draws a batch and updates the
-            state; else it evaluates the next batch and changes nothing. New data reset the state by a pass over them.
 
         Raises:
             ValueError: unfit shapes, dtypes or devices; a prior at part of the data; non-finite data; non-positive
-                noise; no finite feature map; layers that depend on the batch; rows outside the data; another number of
-                features.
+                noise; no finite feature map; layers that depend on the batch; rows outside the data.
             NonFiniteError: a hyperparameter, feature or loss is not finite; nothing changes. From `.backward()`: a gradient
                 is not finite; no `.grad` changes.
         """
@@ -196,14 +191,14 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return with_checked_gradient(result, self)
 
     def refresh(self) -> None:
-        """Makes the state exact by one pass, n m^2. Deep kernels need it every few epochs."""
+        """Makes the weights exact by one pass, n m^2. Deep kernels need it every few epochs."""
         problem, target = self._train_problem()
         self._commit(self._begun(problem, target, is_known=False), (*self._train_inputs(), target))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def exact_value(self) -> Tensor:
-        """The exact value of `forward`, without gradient; two passes, n m^2."""
+        """The exact value of `forward`; two passes, n m^2."""
         problem, target = self._train_problem()
         value = exact_log_marginal_likelihood(problem).to(target)
         params = () if self._params is None else self._params.current(self.model)
@@ -212,7 +207,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.inference_mode(False)
     @torch.no_grad()
     def gap(self) -> Tensor:
-        """`exact_value()` minus the weights' bound, a float64 scalar; one pass, n m^2."""
+        """`exact_value()` minus the bound, float64; one pass, n m^2."""
         check_hyperparameters(self)
         problem, target = self._train_problem()
         run = self._begun(problem, target)
@@ -222,7 +217,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return gap
 
     def posterior(self) -> WeightSpacePosterior:
-        """Exact posterior; one pass, n m^2. Training state and modes stay."""
+        """The exact posterior; one pass, n m^2."""
         params = self._known_params()
         return WeightSpacePosterior(
             self.model,
@@ -234,15 +229,12 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         )
 
     def training_state(self) -> dict[str, Tensor]:
-        """A dict that resumes a run bit for bit.
-
-        Raises ValueError if an argument of the likelihood is not a tensor, number or string.
-        """
+        """See `Resumable.training_state`."""
         self._run = self._present_run().mapped(torch.detach)
         return super().training_state()
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Loads `training_state()`. Raises ValueError for another run's state, and changes nothing."""
+        """See `Resumable.load_training_state`."""
         super().load_training_state(state)
         self._commit(self._run)
         self._seen = None
@@ -279,7 +271,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return self._run.having(parameters=dict(self.named_parameters(recurse=False)))
 
     def _differentiable(self, run: Run) -> Run:
-        """The run with gradients to the module's parameters, whose values may differ."""
+        # The run's values with gradients to the module's parameters.
         parameters = {}
         for name, value in run.parts["parameters"].items():
             own = self._parameters[name]
@@ -362,7 +354,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _count_features(self) -> int:
-        """0 without features. In any case an RFFKernel draws its frequencies here: saved states have them."""
+        # Also without features an RFFKernel draws its frequencies here: saved states have them.
         if self.needs_features:
             check_layers(self.model, batches=True)
         prior = prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()])
@@ -379,7 +371,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return self
 
     def _move_run(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Weights and parameters stay float64; counts and rows stay on their device."""
+        # Weights and parameters stay float64; counts and rows stay on their device.
         device = self._train_inputs()[0].device
         parts = {name: self._run.parts.get(name, {}) for name in ("weights", "parameters")}
         moved = {name: {key: tensor.to(device) for key, tensor in part.items()} for name, part in parts.items()}
@@ -388,7 +380,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             self._params.apply(function)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Saves nothing: compatible with GPyTorch's classes."""
+        """Saves nothing: a `state_dict()` is that of GPyTorch's class."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Nothing was saved."""
@@ -399,7 +391,7 @@ def num_steps(run: Run) -> int:
 
 
 def _layout(run: Run) -> dict[str, object]:
-    """Shapes and dtypes, but only names of entries that change shape."""
+    """Shapes and dtypes; only names of entries whose shape changes."""
     fixed = ("weights.", "parameters.")
     return {
         name: (tensor.shape, tensor.dtype) if name.startswith(fixed) else () for name, tensor in run.to_dict().items()

@@ -1,4 +1,4 @@
-"""Stochastic compositional gradient descent.
+"""SCGD.
 
 Shoham and Avron, "Unbiased Stochastic Optimization for Gaussian Processes on Finite Dimensional RKHS", section 4.2.
 """
@@ -33,8 +33,7 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         tracker_rate: b_t, as in `VariationalFeatureMarginalLogLikelihood`. The inverse of an average over
             N = b (2 - b_t) / b_t rows is too large by 1 / (1 - m / N).
 
-    Differs from the paper: starts with the exact P, weights sums over a batch by n / b, and divides P by the noise. Costs
-    as `VariationalFeatureMarginalLogLikelihood`.
+    Unlike in the paper, the first P is exact, batch sums are weighted by n / b, and P is divided by the noise.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         batch, weights = self._batch(problem, rows), self._weights(run)
         loss = surrogate(batch, weights.mean, weights.root, weights.root)
         with torch.no_grad():
-            # The value is of log|P|, the gradient of <P^-1, batch estimate of P>.
+            # The value has log|P|, the gradient is that of <P^-1, batch estimate of P>.
             nothing = torch.zeros_like(weights.root[:, :1])
             value = surrogate(batch, weights.mean, nothing, nothing) - weights.log_determinant
             # Before the optimiser's step, as in the paper.

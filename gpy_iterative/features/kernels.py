@@ -1,4 +1,4 @@
-"""Kernels with finitely many features, and feature maps of GPyTorch's kernels."""
+"""Kernels with finitely many features."""
 
 import math
 from abc import abstractmethod
@@ -26,7 +26,7 @@ class WeightSpaceFeatures:
 
     Attributes:
         basis: [*b, n, m].
-        variances: of the weights, [*b, m], positive, with outputscales: distributions of the weights need not follow these.
+        variances: of the weights, [*b, m], positive. They contain the outputscales.
     """
 
     basis: Tensor
@@ -45,20 +45,17 @@ class WeightSpaceFeatures:
 class FiniteFeatureKernel(Kernel):
     """Base of kernels k(x, x') = features(x)^T features(x') with m features.
 
-    A subclass defines `features`, and `weight_space_features` if it can separate scales. It works with GPyTorch's ExactGP
-    (m x m matrices if m < n) and `VariationalFeatureMarginalLogLikelihood`.
+    A subclass defines `features`, and `weight_space_features` if it can separate scales. GPyTorch's ExactGP then computes
+    with m x m matrices if m < n.
     """
 
     @abstractmethod
     def features(self, x: Tensor) -> Tensor:
-        """phi(x) [*b, n, m] at inputs [*b, n, d] with active dims only.
-
-        A row of features must depend only on its row of inputs.
-        """
+        """phi(x) [*b, n, m] at inputs [*b, n, d] with active dims only, row by row."""
         raise NotImplementedError(f"{type(self).__name__} must define features(x).")
 
     def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
-        """The features, with separate scales of the weights. Raises ValueError if `features` changes the rows."""
+        """Basis and variances. Raises ValueError if `features` changes the rows."""
         features = self.features(x)
         if features.shape[-2:-1] != x.shape[-2:-1]:
             raise ValueError(
@@ -70,7 +67,7 @@ class FiniteFeatureKernel(Kernel):
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
     ) -> LinearOperator | Tensor:
-        """k(x1, x2) or its diagonal; a root of m columns if x1 is x2."""
+        """k(x1, x2) or its diagonal; a root for equal inputs."""
         if last_dim_is_batch or params:
             raise ValueError(
                 f"{type(self).__name__} does not support the kernel argument {', '.join(params) or 'last_dim_is_batch'}."
@@ -91,7 +88,7 @@ class FiniteFeatureKernel(Kernel):
         return LinearPredictionStrategy(train_inputs, train_prior_dist, train_labels, likelihood)
 
 
-#: From inputs [*b, n, d] with active dims only to features.
+#: A function of inputs [*b, n, d] with active dims only.
 FeatureMap = Callable[[Tensor], WeightSpaceFeatures]
 _REGISTRY: dict[type[Kernel], Callable[[Kernel], FeatureMap]] = {}
 
@@ -99,7 +96,7 @@ _REGISTRY: dict[type[Kernel], Callable[[Kernel], FeatureMap]] = {}
 def register_feature_map(
     kernel_class: type[Kernel],
 ) -> Callable[[Callable[..., FeatureMap]], Callable[..., FeatureMap]]:
-    """Decorator that registers a function from a kernel, not of a subclass, to its feature map."""
+    """Decorator that registers the function from a kernel of exactly this class to its feature map."""
 
     def register(make: Callable[..., FeatureMap]) -> Callable[..., FeatureMap]:
         _REGISTRY[kernel_class] = make
@@ -109,7 +106,7 @@ def register_feature_map(
 
 
 def has_feature_map(kernel: Kernel) -> bool:
-    """Whether `feature_map` knows the kernel and its parts."""
+    """Whether `feature_map` knows the kernel."""
     try:
         feature_map(kernel)
     except ValueError:
@@ -175,7 +172,7 @@ def _polynomial(kernel: kernels.PolynomialKernel) -> FeatureMap:
 
 @lru_cache(maxsize=8)
 def _monomials(dims: int, degree: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Monomials' factors [m, degree], multinomial coefficients [m], powers of the constant [m]."""
+    """Factors [m, degree], multinomial coefficients [m] and powers of the constant [m]."""
     with torch.inference_mode(False):
         monomials = list(combinations_with_replacement(range(dims + 1), degree))
         counts = [math.factorial(degree) / math.prod(map(math.factorial, Counter(m).values())) for m in monomials]
@@ -185,7 +182,7 @@ def _monomials(dims: int, degree: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @register_feature_map(kernels.ScaleKernel)
 def _scale(kernel: kernels.ScaleKernel) -> FeatureMap:
-    # GPyTorch calls the base's forward: its active dims are already applied.
+    # GPyTorch calls the base's forward, which ignores active dims.
     base = feature_map(kernel.base_kernel)
 
     def features(x: Tensor) -> WeightSpaceFeatures:
@@ -216,7 +213,6 @@ def _product(kernel: kernels.ProductKernel) -> FeatureMap:
 
 
 def concatenated(parts: list[WeightSpaceFeatures]) -> WeightSpaceFeatures:
-    """Features of a sum of kernels."""
     if len(parts) == 1:
         return parts[0]
     batch = torch.broadcast_shapes(*(part.basis.shape[:-1] for part in parts))
@@ -228,7 +224,6 @@ def concatenated(parts: list[WeightSpaceFeatures]) -> WeightSpaceFeatures:
 
 
 def _times(left: WeightSpaceFeatures, right: WeightSpaceFeatures) -> WeightSpaceFeatures:
-    """Features of a product of kernels."""
     outer = lambda a, b: (a.unsqueeze(-1) * b.unsqueeze(-2)).flatten(-2)
     return WeightSpaceFeatures(outer(left.basis, right.basis), outer(left.variances, right.variances))
 
@@ -240,9 +235,9 @@ class DeepFeatureKernel(FiniteFeatureKernel):
 
     Args:
         feature_extractor: a module from [*b, n, d] to [*b, n, e], row by row: batch normalisation in evaluation mode.
-        base_kernel: known to `feature_map`, such as `ScaleKernel(LinearKernel())`, m = e, or
+        base_kernel: such as `ScaleKernel(LinearKernel())`, m = e, or
             `ScaleKernel(RFFKernel(num_samples=500, num_dims=e))`, m = 1000.
-        kwargs: passed to `gpytorch.kernels.Kernel`.
+        kwargs: of `gpytorch.kernels.Kernel`.
 
     Raises:
         ValueError: base_kernel has no finite feature map.
@@ -262,7 +257,7 @@ class DeepFeatureKernel(FiniteFeatureKernel):
         return self.weight_space_features(x).scaled()
 
     def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
-        """The base kernel's, at the network's output."""
+        """The base kernel's features of the network's output."""
         extracted = self.feature_extractor(x)
         if extracted.shape[:-1] != x.shape[:-1]:
             raise ValueError(

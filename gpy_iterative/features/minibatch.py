@@ -1,4 +1,4 @@
-"""Marginal likelihood of each batch alone, a biased baseline.
+"""BSGD, a biased baseline.
 
 Chen et al. 2020, "Stochastic Gradient Descent in Correlated Settings: A Study on Gaussian Processes".
 """
@@ -17,13 +17,11 @@ from gpy_iterative.training.run import Run
 class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """Log marginal likelihood of a batch without the other data, divided by its size (BSGD).
 
-    The optimum is biased at any learning rate, less for larger b. It has no state or parameters, and takes any kernel
-    (`exact_value` and `posterior` need finite feature maps; there is no `gap`).
+    The optimum is biased, less for larger b. Any kernel works; `exact_value` and `posterior` need finite feature maps,
+    and there is no `gap`. A step costs b^3 + b^2 m, or b^3 and b^2 kernel values without features.
 
     Args:
         likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.
-
-    A step costs b^3 + b^2 m, or b^3 and b^2 kernel values without features.
     """
 
     needs_features = False

@@ -1,4 +1,4 @@
-"""Marginal likelihood as a penalised minimax problem.
+"""A penalised minimax problem.
 
 Shoham and Avron, "Unbiased Stochastic Optimization for Gaussian Processes on Finite Dimensional RKHS", sections 3 and 4.1.
 """
@@ -19,7 +19,7 @@ from gpy_iterative.features.weight_space.weights import WeightDistribution, exac
 from gpy_iterative.training.run import NO_ROWS, Run, next_rows
 from gpy_iterative.worker_threads import CPU
 
-#: Whether the last step's projection and ascent are due.
+#: The last step's projection and ascent.
 DUE, DONE = {"is_due": torch.tensor(True, device=CPU)}, {"is_due": torch.tensor(False, device=CPU)}
 #: mu="auto" over the smallest mu with an exact saddle point.
 MARGIN = 1.2
@@ -30,9 +30,9 @@ DUAL_STEP = 0.5
 class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """Marginal likelihood by stochastic gradient descent and ascent, for comparison with the paper.
 
-    A matrix A replaces the weights' posterior precision P in log|P|, with the penalty mu |A - P| / |A| (Frobenius norms):
-    the maximum over |B| <= 1 of mu <B, A - P> / |A|, linear in P, so mini-batches are unbiased. Weights and A are
-    parameters: train with `Adam(mll.parameters())`. The next call projects A to eigenvalues not below the prior's, and
+    A matrix A replaces the weights' posterior precision P in log|P|, with the penalty mu |A - P| / |A| (Frobenius norms).
+    This is the maximum over |B| <= 1 of mu <B, A - P> / |A|, of which mini-batches are unbiased. Weights and A are
+    parameters: train with `Adam(mll.parameters())`. The next call projects A to eigenvalues of at least the prior's, and
     moves B by an independent batch.
 
     Args:
@@ -40,8 +40,8 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         mu: penalty. "auto" is 1.2 |P| |P^-1| at every refresh. Above |P| |P^-1| >= m the saddle point is exact; below,
             A = P is no local minimum. The paper has 1.
 
-    A step takes two batches and an m x m eigendecomposition; large mu is slow. Unlike the paper, A and B start at the
-    saddle point (B within its ball), P is divided by the noise, and A by the first P's mean diagonal.
+    A step takes two batches and an m x m eigendecomposition. Unlike in the paper, A and B start at the saddle point, P is
+    divided by the noise, and A by the first P's mean diagonal.
 
     Warns:
         BiasWarning: mu is below m.
@@ -100,9 +100,9 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         return WeightDistribution.from_precision_root(lower, run.parts["parameters"]["mean"])
 
     def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
-        own, (dual, scale, strength) = run.parts["parameters"], _constants(run)
-        batch, auxiliary = self._batch(problem, rows), _symmetric(own["auxiliary"])
-        coupling = strength * dual / auxiliary.norm()
+        own, fixed = run.parts["parameters"], run.parts["weights"]
+        batch, auxiliary, scale = self._batch(problem, rows), _symmetric(own["auxiliary"]), fixed["scale"]
+        coupling = fixed["strength"] * fixed["dual"] / auxiliary.norm()
         log_determinant = torch.logdet(auxiliary) + self.num_features * scale.log()
         identity = torch.eye(self.num_features, dtype=coupling.dtype, device=coupling.device)
         data = surrogate(batch, own["mean"], -coupling / scale, identity)
@@ -111,23 +111,18 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     def _settle(self, problem: WeightSpaceProblem, run: Run) -> Run:
         if not run.parts["ascent"]["is_due"]:
             return run
-        own, (dual, scale, _) = run.parts["parameters"], _constants(run)
+        own, fixed = run.parts["parameters"], run.parts["weights"]
+        scale = fixed["scale"]
         values, vectors = torch.linalg.eigh(_symmetric(own["auxiliary"]))
         auxiliary = (vectors * values.clamp(min=1 / scale)) @ vectors.mT
         rows, run = next_rows(run, "other_rows", problem.num_data, self._current_batch_size())
         off = auxiliary - self._batch(problem, rows.to(auxiliary.device)).precision() / scale
-        dual = _in_ball(dual + DUAL_STEP * off / auxiliary.norm())
+        dual = _in_ball(fixed["dual"] + DUAL_STEP * off / auxiliary.norm())
         return run.having(
-            weights={**run.parts["weights"], "dual": dual},
+            weights={**fixed, "dual": dual},
             parameters={**own, "auxiliary": auxiliary},
             ascent=DONE,
         )
-
-
-def _constants(run: Run) -> tuple[Tensor, Tensor, Tensor]:
-    """B, unit of A, mu."""
-    weights = run.parts["weights"]
-    return weights["dual"], weights["scale"], weights["strength"]
 
 
 def _symmetric(matrix: Tensor) -> Tensor:

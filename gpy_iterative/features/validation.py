@@ -10,20 +10,19 @@ from torch import Tensor
 from gpy_iterative.changes import SeenVersions
 from gpy_iterative.errors import BiasWarning, warn
 
-#: Rows evaluated alone and with others.
+#: Rows alone and with others.
 FEW_ROWS, MANY_ROWS = 2, 16
 #: Largest relative difference from rounding, even in half precision.
 SAME_ROWS = 0.01
-#: Steps before the warning.
 STEPS_ALONE = 10
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-    """Raises ValueError if the evaluated prior depends on the batch or on chance.
+    """Raises ValueError if `moments`, mean [k] and covariance [k, k] of the first k data, depend on the batch or on chance.
 
-    `moments` gives mean [k] and covariance [k, k] at the first k data. Buffers and torch's generator stay unchanged.
+    Buffers and torch's generator stay unchanged.
     """
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
@@ -33,7 +32,7 @@ def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Te
             try:
                 found.append(moments(count))
             finally:
-                for buffer, values in before:  # running statistics, vectors of a power iteration
+                for buffer, values in before:  # such as running statistics
                     if not torch.equal(buffer, values):
                         buffer.copy_(values)
     for few, many in pairwise(found):
@@ -48,7 +47,7 @@ def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Te
 
 
 def checked_indices(indices: Tensor, num_data: int) -> Tensor:
-    """Row numbers from 0 to n - 1, int64 [b], at least one."""
+    """Rows, int64 [b]."""
     if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32) or indices.dim() != 1:
         what = f"{tuple(indices.shape)}, {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
         raise ValueError(f"indices must be a tensor of whole row numbers [b], got {what}.")
@@ -61,14 +60,14 @@ def checked_indices(indices: Tensor, num_data: int) -> Tensor:
 
 
 class StandstillWatch:
-    """Warns if hyperparameters move but the weights or batches of `method` do not."""
+    """Warns if hyperparameters move but weights or batches do not."""
 
     def __init__(self, method: str) -> None:
         self._method, self._steps = method, 0
         self._own, self._hyperparameters = SeenVersions(), SeenVersions()
 
     def see(self, own: Sequence[Tensor], hyperparameters: Sequence[Tensor], trains: bool) -> None:
-        """Call it at every step; `trains`: the step draws its own batch, `own`: the method's parameters."""
+        """To call at every step; `trains`: it draws a batch."""
         weights = [parameter for parameter in own if parameter.requires_grad]
         stands = not trains or (bool(weights) and self._own.are(weights))
         self._steps = self._steps + 1 if stands and not self._hyperparameters.are(hyperparameters) else 0

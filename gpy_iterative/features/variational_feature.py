@@ -22,33 +22,31 @@ from gpy_iterative.training.run import Run
 
 
 class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
-    """Mini-batch estimate of a lower bound on the marginal likelihood with the same maximum.
+    """Mini-batch estimate of a lower bound on the log marginal likelihood with the same maximum.
 
-    At the posterior of the weights N(v, S), the bound has the value and hyperparameter gradient of the log marginal
-    likelihood. `gap()` measures the distance.
+    At the posterior of the weights N(v, S), value and hyperparameter gradient are exact; `gap()` measures the distance.
+    Every training call moves the state, so line searches and L-BFGS do not work.
 
     Args:
-        likelihood: Gaussian with independent noise: homoskedastic, fixed or heteroskedastic.
-        model: an ExactGP with one output and finite feature maps (`kernels.feature_map`).
+        likelihood: Gaussian with independent noise.
+        model: an ExactGP with one output and finite feature maps.
         batch_size: rows per step; None is 256, or all data if fewer.
-        update: of the weights. "natural": moving averages of precision and moment, which are natural gradient steps.
-            "gradient": v and a triangular root L of S are parameters: train with `Adam(mll.parameters())`.
-        tracker_rate: step size in (0, 1] of the natural update, or a function of the step (from 0); None falls from
+        update: "natural" takes natural gradient steps: moving averages of the weights' precision and moment. With
+            "gradient", v and a triangular root of S are parameters: train with `Adam(mll.parameters())`.
+        tracker_rate: step size in (0, 1] of "natural", or a function of the step (from 0); None falls from
             min(.05, .1 b / m) to .001 with the square root of the steps. Take .2 for deep kernels with little noise.
-        include_batch: weights include half of their batch's share in the next averages, to follow a network; the bias is
-            of second order in the rate. Off, or with update="gradient", estimates are unbiased.
+        include_batch: "natural" weights contain half of the next update, to follow a network; the bias is of second order
+            in the rate. Off is unbiased.
         centred: weights of features before scaling (outputscales, a LinearKernel's variances). Off is slow with
             update="gradient".
         generator: a generator or a seed; None takes the seed of `torch.manual_seed`.
 
-    The first call and `refresh()` make a pass over the data, n m^2. A step then costs b features, b m^2, and m^3 (natural);
-    memory m^2 + b m. State and m x m algebra are float64.
+    The first call and `refresh()` make a pass over the data, n m^2. A step costs b features, b m^2, and m^3 (natural);
+    memory m^2 + b m.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
         ValueError: an option outside its range, a kernel without a finite feature map.
-
-    Every training call moves the state, so line searches and L-BFGS do not work.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)
@@ -88,7 +86,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             self._run = self._run.having(weights={"precision": identity, "moment": zeros})
         else:
             self.mean = torch.nn.Parameter(zeros)
-            # L with the logarithm of its diagonal, which thus stays positive.
+            # The diagonal's logarithm: the diagonal stays positive.
             self.raw_root = torch.nn.Parameter(torch.zeros_like(identity))
 
     def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
@@ -125,6 +123,5 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
 
 
 def _halfway(run: Run, after: Run) -> Run:
-    """See `include_batch`."""
     later = after.parts["weights"]
     return run.having(weights={name: (tensor + later[name]) / 2 for name, tensor in run.parts["weights"].items()})

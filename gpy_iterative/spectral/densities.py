@@ -1,7 +1,4 @@
-"""Spectral densities of stationary kernels, one registry entry per kernel.
-
-Draws are for unit lengthscale, so frozen draws stay valid in training.
-"""
+"""Spectral densities of stationary kernels, at unit lengthscale: draws stay valid in training."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,7 +13,7 @@ from gpy_iterative.linear_operators.from_gpytorch import computes_the_same
 
 Draws = dict[str, Tensor]
 
-#: Least factor of a widened chi-square: frequencies are at most 10,000 times larger.
+#: Least factor of a widened chi-square; frequencies grow by up to 10,000.
 SMALLEST = 1e-8
 
 
@@ -37,24 +34,21 @@ class SpectralDensity(ABC):
 
     @abstractmethod
     def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
-        """Draws for `count` frequencies in `dims` dimensions, independent of hyperparameters.
+        """Draws for `count` frequencies, independent of hyperparameters.
 
-        `normal` and `uniform` (in (0, 1)) take a shape and return float64 draws on the right device.
+        `normal` and `uniform` (in (0, 1)) take a shape and return float64 draws on the inputs' device.
         """
 
     @abstractmethod
     def frequencies(self, kernel: kernels.Kernel, draws: Draws) -> Tensor:
-        """Omega [*b, dims, count] at the current shape parameters, for unit lengthscale (if the kernel has one)."""
+        """Omega [*b, dims, count] at the current shape parameters and unit lengthscale."""
 
     def variance(self, kernel: kernels.Kernel) -> Tensor | None:
         """The prior variance k(x, x) [*b]; None for 1."""
         return None
 
     def widened(self, kernel: kernels.Kernel, draws: Draws, uniform: Callable) -> Draws:
-        """Draws of a density with more high frequencies, and their "importance" [count]: density over that density.
-
-        The default changes nothing.
-        """
+        """Draws with more high frequencies, and "importance" [count]: old over new density. The default has no effect."""
         return draws
 
 
@@ -62,9 +56,9 @@ _REGISTRY: dict[type[kernels.Kernel], SpectralDensity] = {}
 
 
 def register_spectral_density(kernel_class: type[kernels.Kernel]) -> Callable[[type], type]:
-    """Class decorator: registers a SpectralDensity for a kernel class, whose `lengthscale` (if any) scales its inputs.
+    """Class decorator that registers the density of a kernel class, whose `lengthscale` (if any) divides its inputs.
 
-    It also serves subclasses that do not override `forward`, `covar_dist` and `lengthscale`.
+    Subclasses share it unless they override `forward`, `__call__`, `covar_dist` or `lengthscale`.
     """
 
     def register(density_class: type[SpectralDensity]) -> type[SpectralDensity]:
@@ -75,7 +69,7 @@ def register_spectral_density(kernel_class: type[kernels.Kernel]) -> Callable[[t
 
 
 def spectral_density(kernel: kernels.Kernel) -> SpectralDensity | None:
-    """The registered density; None without one, or where a subclass computes something else."""
+    """The registered density, or None."""
     for kernel_class in type(kernel).__mro__:
         if kernel_class in _REGISTRY:
             return _REGISTRY[kernel_class] if computes_the_same(kernel, kernel_class) else None
@@ -97,7 +91,7 @@ class Gaussian(SpectralDensity):
 @register_spectral_density(kernels.keops.MaternKernel)
 @register_spectral_density(kernels.MaternKernel)
 class StudentT(SpectralDensity):
-    """Multivariate t with 2 nu degrees of freedom: one chi-square per frequency."""
+    """Multivariate t with 2 nu degrees of freedom."""
 
     def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
         degrees = round(2 * kernel.nu)
@@ -107,12 +101,12 @@ class StudentT(SpectralDensity):
         return draws["normal"] * (2 * kernel.nu / draws["chi_square"]).sqrt()
 
     def widened(self, kernel: kernels.Kernel, draws: Draws, uniform: Callable) -> Draws:
-        """Half of the chi-squares times a factor whose logarithm is uniform between log `SMALLEST` and 0."""
+        # Half of the chi-squares shrink by a factor, log-uniform between SMALLEST and 1.
         degrees, chi_square = round(2 * kernel.nu), draws["chi_square"]
         chosen, factor = uniform(2, *chi_square.shape)
         chi_square = torch.where(chosen < 0.5, SMALLEST**factor * chi_square, chi_square)
         half, point = torch.full_like(chi_square, degrees / 2), chi_square / 2
-        # Of chi_square, times chi_square: its density, and that with a factor.
+        # Densities of the chi-square without and with the factor, each times the chi-square.
         density = (half * point.log() - point - torch.lgamma(half)).exp()
         below = torch.special.gammainc(half, point / SMALLEST) - torch.special.gammainc(half, point)
         above = torch.special.gammaincc(half, point) - torch.special.gammaincc(half, point / SMALLEST)
@@ -122,7 +116,7 @@ class StudentT(SpectralDensity):
 
 @register_spectral_density(kernels.RQKernel)
 class GammaMixture(SpectralDensity):
-    """Normal frequencies times sqrt(u), u ~ Gamma(alpha, alpha), the quantile of a frozen uniform."""
+    """Normal frequencies times sqrt(u), u ~ Gamma(alpha, alpha)."""
 
     without_gradient = ("raw_alpha",)
 
@@ -136,7 +130,7 @@ class GammaMixture(SpectralDensity):
 
 @register_spectral_density(kernels.SpectralMixtureKernel)
 class SpectralMixture(SpectralDensity):
-    """A symmetric mixture of normal distributions; a frozen uniform chooses each coordinate's component."""
+    """A symmetric mixture of normal distributions for each coordinate."""
 
     without_gradient = ("raw_mixture_weights",)
 
@@ -158,9 +152,9 @@ class SpectralMixture(SpectralDensity):
 
 
 def gamma_quantile(probability: Tensor, alpha: Tensor, iterations: int = 60) -> Tensor:
-    """The quantile [*b, count] of Gamma(alpha, rate alpha), for probabilities [count] in (0, 1) and alpha [*b, 1].
+    """Quantiles [*b, count] of Gamma(alpha, rate alpha) for probabilities [count] in (0, 1) and alpha [*b, 1].
 
-    It is found by bisection on the logarithm; 60 iterations exhaust float64.
+    Bisection of the logarithm: 60 iterations exhaust float64.
     """
     target, shape = probability.double(), alpha.double()
     target, shape = torch.broadcast_tensors(target, shape)

@@ -22,15 +22,12 @@ class RandomFourierFeatures:
     """Random Fourier features of a sum of kernels.
 
     Args:
-        num_frequencies: frequencies m of each summand, which has 2 m features.
-        widened: draws more high frequencies of Matern kernels, with weights that keep the mean. A posterior with many data
-            per lengthscale is made of high frequencies.
+        num_frequencies: m of each summand, which has 2 m features.
+        widened: draws more high frequencies of Matern kernels, of which posteriors with many data per lengthscale
+            consist; weights keep the mean.
 
-    ConstantKernel, LinearKernel, PolynomialKernel and RFFKernel have exact features. A MultitaskKernel has its kernel's
-    features for every column of a root of its task covariance, and T consecutive rows per point. Batch members share the
-    draws.
-
-    Phases are always float64: heavy-tailed densities draw frequencies above 1e6.
+    ConstantKernel, LinearKernel, PolynomialKernel and RFFKernel have exact features. A MultitaskKernel has T consecutive
+    rows per point, and features for each column of a root of the task covariance. Batch members share draws.
     """
 
     num_frequencies: int
@@ -47,7 +44,7 @@ class RandomFourierFeatures:
         """
         device = terms[0].inputs.device
 
-        # float64: once in 2^24 float32 draws a chi-square of zero, an infinite frequency.
+        # One float32 chi-square in 2^24 would be zero: an infinite frequency.
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float64).to(device)
 
@@ -71,7 +68,7 @@ class RandomFourierFeatures:
     def features(self, terms: Sequence[KernelTerm], draws: Draws) -> Tensor:
         """Phi [*b, n T, features] for T tasks, at the current hyperparameters.
 
-        Cost: n features d / 2 multiply-adds, n features sines and cosines; little memory beyond the result.
+        An entry costs d / 2 multiply-adds and a sine or cosine.
         """
         blocks = self._blocks(terms, draws)
         rows, block = next(blocks)
@@ -123,10 +120,7 @@ class RandomFourierFeatures:
         return torch.cat(columns), torch.cat(scales)
 
     def apply(self, terms: Sequence[KernelTerm], draws: Draws, weights: Tensor) -> Tensor:
-        """Phi @ weights [*b, n, s] for weights [*b, features, s], in blocks of rows, differentiable in the inputs.
-
-        In the weights' dtype.
-        """
+        """Phi @ weights [*b, n T, s] for weights [*b, features, s], in their dtype; differentiable in the inputs."""
         return torch.cat([block.to(weights.dtype) @ weights for _, block in self._blocks(terms, draws)], dim=-2)
 
     def num_features(self, terms: Sequence[KernelTerm]) -> int:
@@ -134,7 +128,7 @@ class RandomFourierFeatures:
         return sum(summand.num_features(self.num_frequencies) for summand in summands(terms))
 
     def _blocks(self, terms: Sequence[KernelTerm], draws: Draws) -> Iterator[tuple[slice, Tensor]]:
-        """Blocks of Phi and their rows; one empty block for no rows."""
+        """Blocks of Phi with their rows, at least one."""
         parts = []
         for summand in summands(terms):
             own = [draws_under(factor.name, draws) for factor in summand.factors]

@@ -1,4 +1,4 @@
-"""A prior as a sum of scaled products of kernels with spectral density or of kernels with exact features."""
+"""A prior as a sum of products of stationary kernels and of kernels with exact features."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def _root(kernel: kernels.Kernel, points: Tensor) -> Tensor:
 
 
 def _monomials(kernel: kernels.PolynomialKernel, points: Tensor) -> Tensor:
-    """Features of (x^T x' + c)^p: degree-p monomials of [x, sqrt(c)] times roots of multinomial coefficients."""
+    """(x^T x' + c)^p: monomials of [x, sqrt(c)] times roots of multinomial coefficients."""
     offset = kernel.offset.view(*kernel.batch_shape, 1, 1)
     batch = torch.broadcast_shapes(points.shape[:-2], offset.shape[:-2])
     offset = offset.expand(*batch, points.shape[-2], 1)
@@ -37,12 +37,11 @@ def _monomials(kernel: kernels.PolynomialKernel, points: Tensor) -> Tensor:
 
 
 def _level(kernel: kernels.ConstantKernel, points: Tensor) -> Tensor:
-    """The one feature of a constant."""
     level = kernel.constant.unsqueeze(-1).sqrt()
     return level.expand(*torch.broadcast_shapes(level.shape[:-2], points.shape[:-2]), points.shape[-2], 1)
 
 
-#: Kernels with finitely many features, by exact type: a subclass may compute anything.
+#: Features of kernels with finitely many.
 _EXACT: dict[type[kernels.Kernel], Callable[[kernels.Kernel, Tensor], Tensor]] = {
     kernels.ConstantKernel: _level,
     kernels.LinearKernel: _root,
@@ -57,7 +56,7 @@ class Factor:
 
     Attributes:
         name: path in the kernel tree, the prefix of its draws.
-        inputs: [*b, n, d], in its active dimensions.
+        inputs: [*b, n, d], active dimensions only.
     """
 
     name: str
@@ -71,7 +70,6 @@ class Factor:
         return omega / self.kernel.lengthscale.double().mT if self.kernel.has_lengthscale else omega
 
     def check_differentiable(self) -> None:
-        """SpectralDensityMissingError for a trained parameter without gradient."""
         for name in self.density.without_gradient:
             if getattr(self.kernel, name).requires_grad:
                 raise SpectralDensityMissingError(
@@ -83,13 +81,13 @@ class Factor:
 
 @dataclass(frozen=True)
 class Summand:
-    """A scale times a product of stationary kernels, or times one kernel with exact features.
+    """A scaled product of stationary kernels, or a scaled kernel with exact features.
 
     Attributes:
         scale: [*b], or None for 1.
-        factors: of the product; empty with `exact`.
-        exact: a kernel with finitely many features, and its inputs.
-        tasks: a root [*b, T, r] of the task covariance (Kronecker).
+        factors: empty with `exact`.
+        exact: a kernel and its inputs.
+        tasks: root [*b, T, r] of a task covariance.
     """
 
     scale: Tensor | None
@@ -104,7 +102,7 @@ class Summand:
 
     @property
     def columns_per_feature(self) -> int:
-        """Columns per feature of the points."""
+        """Columns of the task root."""
         return 1 if self.tasks is None else self.tasks.shape[-1]
 
     def num_features(self, num_frequencies: int) -> int:
@@ -114,7 +112,7 @@ class Summand:
         return 2 * num_frequencies * self.columns_per_feature
 
     def features(self, rows: slice, frequencies: list[Tensor], importance: Sequence[Tensor] = ()) -> Tensor:
-        """Phi [*b, rows T, features] for the factors' frequencies and weights; a point's tasks are consecutive."""
+        """Phi [*b, rows T, features]; the tasks of a point are consecutive."""
         if self.exact is not None:
             kernel, inputs = self.exact
             result = _EXACT[type(kernel)](kernel, inputs[..., rows, :])
@@ -133,7 +131,8 @@ class Summand:
     def _trigonometric(self, rows: slice, frequencies: list[Tensor]) -> Tensor:
         phase = torch.zeros((), dtype=torch.float64, device=frequencies[0].device)
         for factor, omega in zip(self.factors, frequencies, strict=True):
-            # Frequencies add: E cos(a + b) = E cos(a) E cos(b) for independent symmetric a, b.
+            # Frequencies add: E cos(a + b) = E cos(a) E cos(b) for independent symmetric a, b. float64, since heavy-tailed
+            # densities draw frequencies above 1e6.
             phase = phase + factor.inputs[..., rows, :].double() @ omega
         phase = torch.remainder(phase, 2 * torch.pi).to(value_dtype(self.factors[0].kernel, self.factors[0].inputs))
         return torch.cat([phase.sin(), phase.cos()], dim=-1) / frequencies[0].shape[-1] ** 0.5
@@ -143,7 +142,8 @@ def summands(terms: Sequence[KernelTerm]) -> list[Summand]:
     """A sum of kernels, multiplied out.
 
     Raises:
-        SpectralDensityMissingError: a kernel without spectral density or exact features; exact features in a product.
+        SpectralDensityMissingError: a kernel without spectral density or exact features; exact features or tasks in a
+            product.
     """
     return [
         part
@@ -153,13 +153,12 @@ def summands(terms: Sequence[KernelTerm]) -> list[Summand]:
 
 
 def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | None) -> list[Summand]:
-    # By exact type: a subclass may compute anything.
+    # Exact types: a subclass may compute anything. ScaleKernel, LCMKernel and MultitaskKernel call `forward` of their
+    # parts, which ignores active dimensions.
     if type(kernel) is kernels.ScaleKernel:
-        # Its forward calls the base's forward: active dimensions are already applied.
         return _expand(f"{name}.base", kernel.base_kernel, inputs, _product(scale, kernel.outputscale))
     if type(kernel) in (kernels.AdditiveKernel, kernels.LCMKernel, kernels.ProductKernel):
         is_lcm, is_product = type(kernel) is kernels.LCMKernel, type(kernel) is kernels.ProductKernel
-        # LCMKernel also calls its parts' forward.
         children = list(kernel.covar_module_list if is_lcm else kernel.kernels)
         points = [inputs if is_lcm else active_inputs(child, inputs) for child in children]
         own_scale = None if is_product else scale
@@ -168,7 +167,6 @@ def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | N
     if type(kernel) in (kernels.AdditiveStructureKernel, kernels.ProductStructureKernel):
         return _expand_dimensions(name, kernel, inputs, scale)
     if type(kernel) is kernels.MultitaskKernel:
-        # Its forward ignores the data kernel's active dimensions.
         covariance = kernel.task_covar_module  # B B^T + diag(v)
         tasks = torch.cat([covariance.covar_factor, torch.diag_embed(covariance.var.sqrt())], dim=-1)
         return [replace(part, tasks=tasks) for part in _expand(f"{name}.data", kernel.data_covar_module, inputs, scale)]
@@ -181,7 +179,6 @@ def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | N
 
 
 def _expand_dimensions(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | None) -> list[Summand]:
-    """Sum or product of the base kernel over input dimensions."""
     base = kernel.base_kernel
     if base.batch_shape:
         raise _missing(kernel, "with a kernel of its own for each dimension")

@@ -36,16 +36,18 @@ class PassReport(Report):
 class WeightSpacePosterior:
     """`posterior(x)` is the exact latent posterior at x; `likelihood(posterior(x))` adds the noise.
 
+    A pass over the training data costs n m^2, t test points t m^2. Changed hyperparameters, data, dtype or device cause
+    another pass. Networks run in evaluation mode.
+
     Args:
         model: an ExactGP with training data and finite feature maps.
         likelihood: Gaussian, with independent noise.
-        params: the likelihood's arguments.
-        kwargs: its named arguments, such as `noise`, for the training data.
+        params, kwargs: the likelihood's arguments at the training data, such as `noise`.
         seed: of the sample paths.
         progress: True shows a bar, a callable gets every `ProgressReport`.
 
-    A pass over the training data costs n m^2, t test points t m^2. Changes of hyperparameters, data, dtype or device are
-    noticed by value and cause another pass. Networks run in evaluation mode; modes of model and likelihood stay.
+    Attributes:
+        report: of the last pass.
 
     Raises:
         ValueError: unfit or non-finite data, no finite feature map.
@@ -69,24 +71,16 @@ class WeightSpacePosterior:
         self._params = LikelihoodParams(params, model, kwargs)
         self._seed, self._progress = checked_seed(seed), progress
         self._lock = OwnLock()
-        self._snapshot, self._weights, self._report = self._solved()
-
-    @property
-    def report(self) -> PassReport:
-        """The last pass over the training data."""
-        return self._report
+        self._snapshot, self._weights, self.report = self._solved()
 
     def _current(self) -> tuple[ModelSnapshot, WeightDistribution]:
         with self._lock:
             if not self._snapshot.describes(self.model, self.likelihood):
-                self._snapshot, self._weights, self._report = self._solved()
+                self._snapshot, self._weights, self.report = self._solved()
             return self._snapshot, self._weights
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
-        """The latent posterior at [*b, t, d], one tensor for each of the model's inputs.
-
-        Returns:
-            A MultivariateNormal; its covariance is a root of m columns. Only inputs receive gradients.
+        """The latent posterior at [*b, t, d]; its covariance is a root of m columns. Only inputs receive gradients.
 
         Raises:
             ValueError: inputs do not fit the training inputs or are not finite.
@@ -103,14 +97,11 @@ class WeightSpacePosterior:
             )
 
     def sample_paths(self, num_paths: int) -> "WeightSpacePaths":
-        """Posterior samples as functions: `paths(x)` [num_paths, *b, t] at any x.
-
-        More paths keep the first ones. Cost m^2 num_paths.
-        """
+        """Draws posterior functions, cost m^2 num_paths. More paths keep the first ones."""
         check_count("num_paths", num_paths)
         snapshot, weights = self._current()
         generator = torch.Generator().manual_seed(self._seed)
-        # One by one: a single draw of more paths would change the first ones.
+        # A single draw of more paths would change the first ones.
         draws = [
             torch.randn(len(weights.mean), generator=generator, device=generator.device, dtype=torch.float64)
             for _ in range(num_paths)
@@ -138,7 +129,7 @@ class WeightSpacePosterior:
 
 
 class WeightSpacePaths:
-    """f_j(x) = m(x) + u(x)^T v_j for weights v_j [m, k], differentiable in x."""
+    """Functions m(x) + u(x)^T v_j for weights v_j [m], differentiable in x."""
 
     def __init__(self, snapshot: ModelSnapshot, samples: Tensor) -> None:
         self._snapshot, self._samples = snapshot, samples
@@ -155,7 +146,7 @@ class WeightSpacePaths:
 def _projected(
     prior: MultivariateNormal, vectors: Tensor, root: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Mean + U vectors [*b, t, k], U root [*b, t, m], jitter; in the data's dtype."""
+    """Mean + U vectors [*b, t, k], U root [*b, t, m], jitter."""
     weight_space = WeightSpacePrior(prior)
     basis = weight_space.features().basis.double()
     values = prior.loc.unsqueeze(-1) + (basis @ vectors).to(prior.loc)

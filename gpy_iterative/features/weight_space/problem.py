@@ -1,4 +1,4 @@
-"""GPyTorch's prior, likelihood and targets as batches of a linear model."""
+"""A linear model from GPyTorch's prior, likelihood and targets."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ CHUNK_SIZE = 4096
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """Rows of a linear model in float64, with gradients to all parameters."""
+    """Rows of a linear model in float64."""
 
     basis: Tensor  # u_i, [b, m]
     variances: Tensor  # c, prior variances of weights, [m]
@@ -39,25 +39,25 @@ class FeatureBatch:
     weight: float  # n / b, for sums over the batch
 
     def uncentred(self) -> "FeatureBatch":
-        """With scaled features and weights of variance 1."""
+        """Scaled features, weights of variance 1."""
         features = WeightSpaceFeatures(self.basis, self.variances).scaled()
         return replace(self, basis=features, variances=torch.ones_like(self.variances))
 
     def gram(self) -> Tensor:
-        """Weight * sum_i u_i u_i^T / s_i, [m, m]."""
+        """Sum_i u_i u_i^T / s_i, weighted, [m, m]."""
         return self.weight * (self.basis.mT @ (self.basis / self.noise.unsqueeze(-1)))
 
     def moment(self) -> Tensor:
-        """Weight * sum_i u_i r_i / s_i, [m]."""
+        """Sum_i u_i r_i / s_i, weighted, [m]."""
         return self.weight * (self.basis.mT @ (self.residual / self.noise))
 
     def precision(self) -> Tensor:
-        """Unbiased estimate of the posterior precision P, [m, m]."""
+        """Unbiased estimate of P, [m, m]."""
         return torch.diag(1 / self.variances) + self.gram()
 
 
 class WeightSpacePrior:
-    """A prior's lazy kernels as features."""
+    """The lazy kernels of a prior as features."""
 
     def __init__(self, function_dist: MultivariateNormal) -> None:
         parts = prior_parts(function_dist.lazy_covariance_matrix)
@@ -72,11 +72,11 @@ class WeightSpacePrior:
             check_kernel_dtype(term.kernel, term.inputs)
 
     def features(self, rows: Tensor | None = None) -> WeightSpaceFeatures:
-        """Basis [*b, n, m] and variances [m] at all or some rows, in the data's dtype."""
+        """Basis [*b, n, m] and variances [m] at all or some rows."""
         return concatenated([_term_features(term, rows) for term in self.terms])
 
     def covariance(self, rows: Tensor) -> Tensor:
-        """K [b, b] of some rows of any kernel, dense float64."""
+        """K [b, b] of some rows, float64; for any kernel."""
         return torch.stack([_term_covariance(term, rows).double() for term in self.terms]).sum(0)
 
     def check_inputs(self) -> None:
@@ -85,9 +85,9 @@ class WeightSpacePrior:
 
 
 class WeightSpaceProblem:
-    """A prior at all training inputs [n], independent noise and targets [n] as a linear model.
+    """A prior at all training inputs [n], independent noise and targets [n].
 
-    `params` and `kwargs` are of the likelihood; `progress` is of passes.
+    `params` and `kwargs` are the likelihood's.
     """
 
     def __init__(
@@ -127,10 +127,7 @@ class WeightSpaceProblem:
         return self._distribution.loc.shape[-1]
 
     def batch(self, rows: Tensor, noise: LinearOperator | None = None) -> FeatureBatch:
-        """Rows [b] as an estimate of all data; evaluates networks and kernels only there.
-
-        `noise` is an evaluated noise covariance of all data.
-        """
+        """Rows [b] as an estimate of all data; `noise` is the covariance at all data, if known."""
         features = self.prior.features(rows)
         residual, variances = self.residual_and_noise(rows, noise)
         self._check_finite("kernel's features are", features.basis, features.variances)
@@ -138,7 +135,7 @@ class WeightSpaceProblem:
         return FeatureBatch(features.basis.double(), features.variances.double(), residual, variances, weight)
 
     def batches(self) -> Iterator[FeatureBatch]:
-        """All rows in chunks of `CHUNK_SIZE`, with weight 1."""
+        """All rows in chunks, with weight 1."""
         noise = self._noise_covariance()  # once: it may be evaluated at all inputs
         with reporting(self._progress, "pass", "rows", self.num_data) as tell:
             done = 0

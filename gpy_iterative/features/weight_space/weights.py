@@ -4,8 +4,7 @@ With residuals r, features u, noise variances s, weights N(v, S) and prior varia
 
     J = sum_i [((r_i - u_i^T v)^2 + u_i^T S u_i) / s_i + log s_i] + sum_j [(v_j^2 + S_jj) / c_j + log c_j] - log|S| - m
 
-is at least -2 log p(y) - n log(2 pi) for S > 0. At the posterior, value and hyperparameter gradients are equal. A uniform
-batch estimates the first sum without bias.
+is at least -2 log p(y) - n log(2 pi) for S > 0. At the posterior, values and hyperparameter gradients are equal.
 """
 
 import math
@@ -56,10 +55,7 @@ def triangular_root(precision: Tensor) -> Tensor:
 
 
 def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Batch estimate of J without -log|S| - m: all terms that depend on hyperparameters.
-
-    S = left right^T for factors [m, k] may be indefinite. Cost b m k, twice that if right is not left.
-    """
+    """Unbiased batch estimate of J + log|S| + m, for S = left right^T, perhaps indefinite, with factors [m, k]."""
     projected = batch.basis @ left
     spread = (projected * (projected if right is left else batch.basis @ right)).sum(-1)
     misfit = (batch.residual - batch.basis @ mean).square()
@@ -70,10 +66,7 @@ def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) ->
 
 @torch.no_grad()
 def log_marginal_likelihood_gap(weights: WeightDistribution, precision: Tensor, moment: Tensor) -> Tensor:
-    """J + 2 log p(y) + n log(2 pi) of any weights; 0 for their posterior.
-
-    tr(S P) - log|S P| - m + (v - P^-1 h)^T P (v - P^-1 h) for P [m, m] and h [m] of all data; cost m^3.
-    """
+    """J + 2 log p(y) + n log(2 pi) = tr(S P) - log|S P| - m + (v - P^-1 h)^T P (v - P^-1 h)."""
     lower = triangular_root(precision)
     off = weights.mean - _solve(lower, moment)
     log_ratio = weights.log_determinant + 2 * lower.diagonal().log().sum()
@@ -83,7 +76,7 @@ def log_marginal_likelihood_gap(weights: WeightDistribution, precision: Tensor, 
 
 @torch.no_grad()
 def exact_statistics(problem: WeightSpaceProblem, *, centred: bool = True) -> tuple[Tensor, Tensor]:
-    """P [m, m] and h [m] of the posterior; cost n m^2, memory m^2 and a chunk."""
+    """P [m, m] and h [m] of the posterior; cost n m^2."""
     batches = (batch if centred else batch.uncentred() for batch in problem.batches())
     first = next(batches)
     precision, moment = first.precision(), first.moment()
@@ -94,12 +87,10 @@ def exact_statistics(problem: WeightSpaceProblem, *, centred: bool = True) -> tu
 
 @torch.no_grad()
 def exact_log_marginal_likelihood(problem: WeightSpaceProblem) -> Tensor:
-    """Log marginal likelihood, a float64 scalar; two passes of cost n m^2.
-
-    The second sums squared residuals: r^T D^-1 r - h^T P^-1 h would lose digits for small noise.
-    """
+    """Log marginal likelihood, float64; two passes, n m^2."""
     weights = WeightDistribution.from_precision(*exact_statistics(problem))
     total = problem.num_data * math.log(2 * math.pi) - weights.log_determinant
+    # A second pass: r^T D^-1 r - h^T P^-1 h would lose digits for small noise.
     prior = torch.zeros_like(total)
     for batch in problem.batches():
         rest = batch.residual - batch.basis @ weights.mean
@@ -119,11 +110,7 @@ def _solve(lower: Tensor, vector: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrackerRate:
-    """Step size of a moving average: a number in (0, 1], a function of the step, or None.
-
-    None is initial / sqrt(1 + initial * step / 4), at least .001. With initial = min(.05, .1 b / m) the inverse of the
-    average is at first too large by about 1.05, see `CompositionalMarginalLogLikelihood`.
-    """
+    """Step size of a moving average: a number in (0, 1], a function of the step, or None for a default that falls."""
 
     given: float | Callable[[int], float] | None
     initial: float
@@ -137,7 +124,6 @@ class TrackerRate:
         return cls(given, min(0.05, 0.1 * batch_size / num_features))
 
     def __call__(self, step: int) -> float:
-        """Rate of a step, from 0."""
         if self.given is None:
             return max(self.initial / math.sqrt(1 + self.initial * step / 4), min(self.initial, SMALLEST_RATE))
         rate = self.given(step) if callable(self.given) else self.given
