@@ -39,7 +39,6 @@ from gpy_iterative.worker_threads import CPU
 
 logger = logging.getLogger(__name__)
 
-#: Default batch size.
 BATCH_SIZE = 256
 
 
@@ -141,10 +140,9 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             params, kwargs: passed to the likelihood.
 
         Raises:
-            ValueError: unfit shapes, dtypes or devices; a prior at part of the data; non-finite data; non-positive
-                noise; no finite feature map; layers that depend on the batch; rows outside the data.
-            NonFiniteError: a hyperparameter, feature or loss is not finite; nothing changes. From `.backward()`: a gradient
-                is not finite; no `.grad` changes.
+            ValueError: arguments do not fit, are not finite or out of range; a layer depends on the batch.
+            NonFiniteError: a hyperparameter, feature or loss is not finite, or from `.backward()` a gradient; parameters,
+                `.grad` and state stay unchanged.
         """
         start = time.perf_counter()
         check_autocast()

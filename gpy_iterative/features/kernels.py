@@ -106,7 +106,6 @@ def register_feature_map(
 
 
 def has_feature_map(kernel: Kernel) -> bool:
-    """Whether `feature_map` knows the kernel."""
     try:
         feature_map(kernel)
     except ValueError:
@@ -241,7 +240,6 @@ class DeepFeatureKernel(FiniteFeatureKernel):
 
     Raises:
         ValueError: base_kernel has no finite feature map.
-        TypeError: feature_extractor is not a module.
     """
 
     def __init__(self, feature_extractor: torch.nn.Module, base_kernel: Kernel, **kwargs: Any) -> None:
@@ -253,11 +251,9 @@ class DeepFeatureKernel(FiniteFeatureKernel):
         self.base_kernel = base_kernel
 
     def features(self, x: Tensor) -> Tensor:
-        """phi(x) [*b, n, m]."""
         return self.weight_space_features(x).scaled()
 
     def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
-        """The base kernel's features of the network's output."""
         extracted = self.feature_extractor(x)
         if extracted.shape[:-1] != x.shape[:-1]:
             raise ValueError(

@@ -30,15 +30,14 @@ DUAL_STEP = 0.5
 class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """Marginal likelihood by stochastic gradient descent and ascent, for comparison with the paper.
 
-    A matrix A replaces the weights' posterior precision P in log|P|, with the penalty mu |A - P| / |A| (Frobenius norms).
-    This is the maximum over |B| <= 1 of mu <B, A - P> / |A|, of which mini-batches are unbiased. Weights and A are
-    parameters: train with `Adam(mll.parameters())`. The next call projects A to eigenvalues of at least the prior's, and
-    moves B by an independent batch.
+    A matrix A replaces the weights' posterior precision P in log|P|, with the penalty mu |A - P| / |A| (Frobenius norms),
+    the maximum over |B| <= 1 of mu <B, A - P> / |A|. Weights and A are parameters: train with `Adam(mll.parameters())`.
+    The next call projects A to eigenvalues of at least the prior's, and moves B by an independent batch.
 
     Args:
         likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.
-        mu: penalty. "auto" is 1.2 |P| |P^-1| at every refresh. Above |P| |P^-1| >= m the saddle point is exact; below,
-            A = P is no local minimum. The paper has 1.
+        mu: "auto" is 1.2 |P| |P^-1| at every refresh. Above |P| |P^-1| >= m the saddle point is exact; below, A = P is no
+            local minimum. The paper has 1.
 
     A step takes two batches and an m x m eigendecomposition. Unlike in the paper, A and B start at the saddle point, P is
     divided by the noise, and A by the first P's mean diagonal.

@@ -4,14 +4,13 @@ With features Psi = K S L^-T, L L^T = S^T K S, the prior is f = m + Psi u + rest
 
     log p(y) >= sum_n E_q log p(y_n | f_n) - KL,   KL = (b^T b + tr Q^-1 - r + log det Q) / 2
 
-(Titsias 2009, "Variational learning of inducing variables", which here are S^T f). At its maximum over b and Q,
+(Titsias 2009, "Variational learning of inducing variables", here S^T f). At its maximum over b and Q,
 
     b = Psi^T E[g],   Q = I + Psi^T E[W] Psi,
 
-with g and W the likelihood's gradient and negative Hessian. If S spans everything (Opper and Archambeau 2009, see
-`SmoothedLikelihood`), Psi is a root of K, and
+with g and W the likelihood's gradient and negative Hessian. If Psi is a root of K,
 
-    dB/dK = (c c^T - P) / 2,   dB/dm = c = E[g],   P = (I + E[W] K)^-1 E[W].
+    dB/dK = (c c^T - P) / 2,   dB/dm = c = E[g],   P = E[W] - E[W] Sigma E[W].
 
 Steps are natural gradients (Khan and Lin 2017, "Conjugate-computation variational inference").
 """
@@ -35,21 +34,19 @@ from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.linear_solvers.solution import SolveStatus
 
-#: Jitter of C x C covariance blocks, relative to the prior's.
+#: Jitter of covariance blocks, relative to the prior's.
 JITTER = 1e-6
-#: Convergence: largest step in standard deviations of q; squared, largest promised rise in nats.
+#: Largest step in standard deviations of q; squared, largest promised rise in nats.
 TOLERANCE = 1e-5
 MAX_STEPS = 200
 #: Earlier steps in a mixture.
 MEMORY = 5
-#: Share of the promised rise that a step must reach; shortest step.
+#: See `newton/base.py`.
 ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
 
 
 @dataclass(frozen=True)
 class BoundProblem:
-    """The bound as a function of q."""
-
     likelihood: PointwiseLikelihood
     mean: Tensor  # m, [n, C]
     features: Tensor  # Psi, [n C, r]
@@ -60,7 +57,7 @@ class BoundProblem:
         return columns.view(*self.mean.shape, columns.shape[-1])
 
     def precision(self, sites: Tensor) -> Tensor:
-        """I + Psi^T sites Psi [r, r]."""
+        """Q = I + Psi^T sites Psi."""
         matrix = self.features.mT @ (sites @ self.by_point(self.features)).flatten(0, 1)
         matrix = (matrix + matrix.mT) / 2
         matrix.diagonal().add_(1)
@@ -73,7 +70,7 @@ class BoundProblem:
     def at(
         self, coefficients: Tensor, sites: Tensor, precision: Tensor, residual: Tensor | None = None
     ) -> "Gaussian | None":
-        """The Gaussian at b + Q^-1 residual; None for an indefinite Q or a non-finite bound."""
+        """The Gaussian at b + Q^-1 residual; None if Q is indefinite or the bound not finite."""
         factor, info = torch.linalg.cholesky_ex(precision)
         if info.any():
             return None
@@ -94,7 +91,7 @@ class BoundProblem:
 
 
 class NaturalStep(NamedTuple):
-    """A step: b [r] moves by Q^-1 (Psi^T E[g] - b), sites move to E[W]."""
+    """b [r] moves by Q^-1 (Psi^T E[g] - b), sites move to E[W]."""
 
     coefficients: Tensor
     residual: Tensor
@@ -104,29 +101,26 @@ class NaturalStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Gaussian:
-    """A Gaussian q."""
-
     coefficients: Tensor  # b, [r]
     sites: Tensor  # [n, C, C]
-    precision: Tensor  # Q = I + Psi^T sites Psi, [r, r]
-    factor: Tensor  # Cholesky factor of Q, [r, r]
-    means: Tensor  # of the latent values, [n, C]
-    blocks: Tensor  # of their covariance, [n, C, C]
+    precision: Tensor  # Q, [r, r]
+    factor: Tensor  # of Q, [r, r]
+    means: Tensor  # mu_n, [n, C]
+    blocks: Tensor  # V_n, [n, C, C]
     gradient: Tensor  # E[g], [n, C]
     curvature: Tensor  # E[W], [n, C, C]
     bound: float
-    rounding: float  # error of the bound
+    rounding: float
 
 
 @torch.no_grad()
 def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
-    """The bound over all Gaussians, from dense matrices: O((n C)^3) per step."""
+    """Over all Gaussians, from dense matrices: O((n C)^3) per step."""
     kernel = prior.operator.to_dense().detach().double()
     features, _ = jittered_cholesky(kernel, "The kernel matrix")
     blocks = prior.point_blocks().detach().double()
     problem = BoundProblem(likelihood, prior.mean.double(), features, torch.zeros_like(blocks), _variances(blocks))
     posterior, status = _maximised(problem, solution)
-    # P = W - W Sigma W, with W = E[W].
     roots = torch.linalg.solve_triangular(posterior.factor, features.mT, upper=False).mT
     roots = (posterior.curvature @ problem.by_point(roots)).flatten(0, 1)
     gradient = posterior.gradient.flatten()
@@ -136,10 +130,7 @@ def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: L
 
 @torch.no_grad()
 def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
-    """The bound over Gaussians in the span of the actions, and its gradient at fixed actions.
-
-    Cost: O(n C r^2) per step, without kernel products; a derivative pass with r columns.
-    """
+    """In the span of fixed actions: O(n C r^2) per step."""
     actions, images = solution.actions, solution.images
     whitening = inverse_root(actions.mT @ images, torch.finfo(prior.operator.dtype).eps)
     features = images @ whitening
@@ -150,7 +141,7 @@ def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
         rest = rest.clamp_min(0)
     problem = BoundProblem(likelihood, prior.mean.double(), features, rest, _variances(blocks))
     posterior, status = _maximised(problem, solution)
-    # The bound depends on T = K S, G = S^T T and prior blocks; at the maximum, in coordinates with G = I,
+    # At the maximum, for T = K S and G = S^T T, in coordinates with G = I,
     # dB = <E[g] b^T + E[W] Psi (I - Q^-1), dT> - <b b^T + (Q - I) (I - Q^-1), dG> / 2 - <E[W], dK_nn> / 2.
     b, precision = posterior.coefficients, posterior.precision
     covariance = torch.cholesky_inverse(posterior.factor)
@@ -195,7 +186,7 @@ def _estimate(
 
 
 def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussian, SolveStatus]:
-    # More than the curvature: log densities with fast tails have no finite average under a wide Gaussian.
+    # Log densities with fast tails have no finite average under a wide Gaussian.
     sites = solution.curvature.blocks()
     sites = sites + torch.eye(sites.shape[-1], dtype=sites.dtype, device=sites.device)
     current = problem.at(problem.features.mT @ solution.value.flatten(), sites, problem.precision(sites))
@@ -218,7 +209,7 @@ def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussi
 
 
 def _lengths(steps: Sequence[NaturalStep], q: Gaussian) -> Tensor:
-    """Steps in standard deviations of q, [*, k]."""
+    """In standard deviations of q, [*, k]."""
     residuals = torch.stack([step.residual for step in steps], dim=-1)
     changes = torch.stack([(q.blocks @ (step.wanted - step.sites)).flatten() for step in steps], dim=-1)
     return torch.cat([torch.linalg.solve_triangular(q.factor, residuals, upper=False), changes])
@@ -227,7 +218,7 @@ def _lengths(steps: Sequence[NaturalStep], q: Gaussian) -> Tensor:
 def _mixed(
     problem: BoundProblem, current: Gaussian, steps: Sequence[NaturalStep], lengths: Tensor
 ) -> tuple[Gaussian, float] | None:
-    """Anderson acceleration (Walker and Ni 2011), as full steps overshoot under a wide prior; None without a rise."""
+    """Anderson acceleration (Walker and Ni 2011), as full steps overshoot under a wide prior."""
     if len(steps) == 1:
         return None
     changes = lengths[:, :-1] - lengths[:, -1:]
@@ -239,7 +230,6 @@ def _mixed(
 
 
 def _ascended(problem: BoundProblem, current: Gaussian, step: NaturalStep) -> tuple[Gaussian, float] | None:
-    """The longest step that raises the bound, or None."""
     precision, length = problem.precision(step.wanted), 1.0
     while length > SHORTEST_STEP:
         trial = problem.at(
@@ -259,7 +249,6 @@ def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> t
     """The trial and its promised rise, if the bound rises enough."""
     if trial is None:
         return None
-    # The bound's derivatives for b and the blocks, times their changes.
     moved = (step.residual * (trial.coefficients - current.coefficients)).sum()
     promise = abs(float(moved + ((step.sites - step.wanted) * (trial.blocks - current.blocks)).sum() / 2))
     is_better = trial.bound >= current.bound + ARMIJO * promise - max(trial.rounding, current.rounding)
@@ -269,7 +258,7 @@ def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> t
 def _expectation(
     likelihood: PointwiseLikelihood, means: Tensor, blocks: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum_n E log p(y_n | f_n) for f_n ~ N(mu_n, V_n), with exact derivatives E[g] [n, C] and E[W] [n, C, C]."""
+    """Sum_n E log p(y_n | f_n) for f_n ~ N(mu_n, V_n), E[g] [n, C] and E[W] [n, C, C]."""
     with torch.enable_grad():
         covariance = blocks.detach().clone().requires_grad_()
         roots = _roots(covariance, scale)

@@ -1,24 +1,21 @@
-"""Laplace's evidence and its gradient, from dense matrices or probes.
+"""Laplace's evidence and its gradient.
 
     L = sum log p(y | f) - v^T (f - m) / 2 - log det(I + R^T K R) / 2,  W = R R^T,
 
-at f = m + K v, v = d log p / df. With the posterior covariance Sigma (fixed), s = d/df (-1/2 sum <Sigma_n, W_n(f_n)>) and
-the adjoint u = (I + W K)^-1 s, which accounts for the moving mode,
+at f = m + K v, v = d log p / df. With the fixed posterior covariance Sigma, s = d/df (-1/2 sum <Sigma_n, W_n(f_n)>) and the
+adjoint u = (I + W K)^-1 s of the moving mode,
 
     dL/dK = v v^T / 2 + u v^T - P / 2,   dL/dm = v + u,
     dL/dphi = d_phi [log p(y | f) + (K u)^T g(f) - 1/2 sum <Sigma_n, W_n(f_n)>].
 
 W in u is the true, perhaps indefinite, negative Hessian; P = R H^-1 R^T, H = I + R^T K R and Sigma = K - K P K use the
-semi-definite curvature. See Rasmussen and Williams 2006, section 5.5.1, for diagonal W. With probes xi of covariance S,
+semi-definite curvature (Rasmussen and Williams 2006, section 5.5.1, for diagonal W). With probes xi of covariance S and the
+actions' part Q Q^T = R G R^T of P,
 
     tr(P dK) = tr(Q^T dK Q) + E[(R (H^-1 - G) xi)^T dK (R (I - G H) S^-1 xi)],
-
-where Q Q^T = R G R^T is the actions' part of P. For Sigma,
-
     K P K = K Q Q^T K + E[(K R (H^-1 - G) xi) (K R (I - G H) S^-1 xi)^T].
 
-S = I + L L^T is the actions' Nystrom preconditioner. As G H G = G, I - G H changes no mean; it takes out what the actions
-know, as large terms of the kernel.
+As G H G = G, I - G H changes no mean; it reduces the variance.
 """
 
 from collections.abc import Callable
@@ -38,26 +35,26 @@ from gpy_iterative.linear_solvers.logdet.lanczos import stochastic_logdet
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.surrogate import surrogate
 
-#: Probes of the log-determinant, which only the value needs.
+#: Probes of the value's log-determinant.
 NUM_LOGDET_PROBES = 4
-#: Limit of the adjoint solve with an indefinite Hessian.
+#: For an indefinite Hessian.
 MAX_ADJOINT_PRODUCTS = 500
 
 
 @dataclass(frozen=True)
 class ObjectiveEstimate:
-    """An objective L, not divided by n, and the factors of its gradient; float64."""
+    """An objective L and the factors of its gradient; float64."""
 
     value: Tensor  # L, []
-    value_sem: Tensor  # its standard error, []
-    left: Tensor  # dL/dK = left right^T, [n C, k] each; without right, left is dL/dK [n C, n C]
+    value_sem: Tensor  # []
+    left: Tensor  # dL/dK = left right^T, [n C, k] each, or left [n C, n C]
     right: Tensor | None
     mean_weights: Tensor  # dL/dm, [n C]
-    likelihood_terms: Callable[[], Tensor]  # a scalar with L's gradient for the likelihood's parameters
-    status: SolveStatus  # of the mode or the worst solve
-    advice: str  # for a mode with another status than CONVERGED
-    diagonal: Tensor | None = None  # further gradient for K's diagonal blocks, [n, C, C]
-    probe_epochs: float = 0.0  # see `LaplaceReport`
+    likelihood_terms: Callable[[], Tensor]  # with dL/dphi
+    status: SolveStatus
+    advice: str  # if the mode was reached, but not all else
+    diagonal: Tensor | None = None  # more for K's diagonal blocks, [n, C, C]
+    probe_epochs: float = 0.0
 
     def __post_init__(self) -> None:
         for name, tensor in (("value", self.value), ("gradient", self.mean_weights)):
@@ -67,7 +64,7 @@ class ObjectiveEstimate:
                 )
 
     def with_gradient(self, prior: LatentPrior, likelihood: PointwiseLikelihood) -> Tensor:
-        """L [] in the prior's dtype, differentiable in all parameters."""
+        """L [] in the prior's dtype, with gradients."""
         dtype = prior.operator.dtype
         value = surrogate(
             prior.operator,
@@ -85,13 +82,12 @@ class ObjectiveEstimate:
 
 
 def _gradient_alone(term: Tensor) -> Tensor:
-    """Zero with a gradient."""
     return term - term.detach()
 
 
 @torch.no_grad()
 def exact_evidence(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
-    """L and its gradient from dense matrices, O((n C)^3)."""
+    """From dense matrices, O((n C)^3)."""
     kernel, v = prior.operator.to_dense().detach().double(), solution.value.flatten()
     precision = solution.root @ solution.root.mT
     logdet = 2 * dense_factor(kernel, solution.curvature, prior.operator.dtype).diagonal().log().sum()
@@ -127,13 +123,13 @@ def stochastic_evidence(
     tolerance: float,
     generator: torch.Generator,
 ) -> ObjectiveEstimate:
-    """L and a gradient estimate, unbiased up to the tolerance: a block solve, a product, the adjoint's solve."""
+    """From probes: a block solve, a product, the adjoint's solve."""
     curvature, system = solution.curvature, WhitenedSystem.at(prior.operator, solution)
     probes = _probes(system, num_probes, generator)
     solved = system.solve(probes.vectors, tolerance)
     root = solution.root
     known = curvature.root_t(curvature.pinv(root))  # G = known known^T
-    # With G times the residual the solve's error, too, is orthogonal to the actions.
+    # G times the residual makes the solve's error orthogonal to the actions.
     unknown = solved.value.double() + known @ (known.mT @ (solved.residual - probes.vectors).double())
     dual = probes.dual.double()
     left, right = curvature.root(unknown), curvature.root(dual)
@@ -175,7 +171,7 @@ def stochastic_evidence(
 
 
 def _likelihood_terms(likelihood: PointwiseLikelihood, f: Tensor, image: Tensor, covariance: Tensor) -> Tensor:
-    """The bracket of dL/dphi, at fixed f, K u and Sigma."""
+    """The bracket of dL/dphi."""
     point = f.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(likelihood.log_prob(point).sum(), point, create_graph=True)
     moved = (image.view_as(f) * gradient).sum()
@@ -201,7 +197,7 @@ def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance:
 def _adjoint(
     prior: LatentPrior, system: WhitenedSystem, known: Tensor, source: Tensor, tolerance: float
 ) -> tuple[Tensor, float, SolveStatus]:
-    """The adjoint u, kernel products, and the status; `known` is the root of G."""
+    """The adjoint u, kernel products, status."""
     curvature = system.curvature
     found = system.solve(curvature.root_t(prior.matmul(source.unsqueeze(-1))), tolerance)
     value = found.value.double() + known @ (known.mT @ found.residual.double())
@@ -213,11 +209,10 @@ def _indefinite_adjoint(
 ) -> tuple[Tensor, float, SolveStatus]:
     """As `_adjoint` for an indefinite W: conjugate gradients on K^-1 + W, preconditioned with K."""
 
-    # K^-1 + W is positive definite at a strict mode; x = K u avoids the inverse of K.
     def product(x: Tensor) -> Tensor:
         return prior.matmul(x.unsqueeze(-1)).squeeze(-1)
 
-    # u is K^-1 x; the residual r has the image K r.
+    # The solution K u and its residual are kept as u and images under K, which avoids K^-1.
     u, residual = torch.zeros_like(source), source.clone()
     image = product(residual)
     direction, direction_image = residual.clone(), image.clone()

@@ -1,4 +1,4 @@
-"""Laplace's evidence, or a lower bound, as a marginal log likelihood."""
+"""Laplace's evidence, or a lower bound."""
 
 import logging
 import time
@@ -49,23 +49,20 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
     Every call finds the mode, with a warm start; the gradient includes how the mode moves.
 
     Args:
-        likelihood: the model's: Bernoulli, softmax, Poisson, Student-t, negative binomial, beta, Gaussian, registered ones,
-            and any whose `forward` has a smooth `log_prob`.
+        likelihood: the model's.
         model: an `IterativeLaplaceGP`.
-        objective: "laplace" is Laplace's evidence; "elbo" the largest lower bound on the evidence, without probes: over all
-            Gaussians with `LaplaceCholesky`, in the span of the actions with `LaplaceNewton`, whose gradient holds the
-            actions fixed.
+        objective: "laplace", or "elbo" for the largest lower bound on the evidence, without probes: over all Gaussians with
+            `LaplaceCholesky`, in the span of the actions, fixed in the gradient, with `LaplaceNewton`.
         solver: None is `LaplaceCholesky()` (dense, without probes) up to n C = 2,000, else `LaplaceNewton()`.
-        num_probes: probe vectors of the gradient's trace, whose part from the actions is exact.
-        tolerance: relative residual of the solves for probes and adjoint.
-        products: options of kernel products.
-        generator: a seed, or a generator, which is copied; the global one is never used.
+        num_probes: probe vectors of the gradient's trace.
+        tolerance: relative residual of the solves for the gradient.
+        products: None takes the model's.
+        generator: a seed, or a generator, which is copied.
         progress: True shows bars; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
-        UnsupportedLikelihoodError: Laplace's method is meaningless for the likelihood.
+        UnsupportedLikelihoodError: Laplace's method does not suit the likelihood.
         ValueError: an option outside its range, or not the model's likelihood.
-        TypeError: an argument of a wrong type.
     """
 
     def __init__(
@@ -108,7 +105,6 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         self._caches = TileCaches()
         self.warned_of: set[SolveStatus] = set()
 
-    # Priors and added loss terms.
     _add_other_terms = ExactMarginalLogLikelihood._add_other_terms
 
     def forward(self, function_dist: MultivariateNormal, target: Tensor, *params: Any) -> Tensor:
@@ -120,9 +116,8 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
             params: passed to an unregistered likelihood's `forward`.
 
         Raises:
-            ValueError: wrong shapes, dtypes or devices; data that are non-finite or outside the support.
-            NonFiniteError: a non-finite hyperparameter, solver value or, from `.backward()`, gradient; parameters, `.grad`
-                and warm start stay unchanged.
+            ValueError: data do not fit, are not finite or outside the support.
+            NonFiniteError: a hyperparameter or value is not finite, or from `.backward()` a gradient; nothing changes.
             RuntimeError: the model is in evaluation mode.
         """
         start = time.perf_counter()
@@ -160,17 +155,14 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         return with_checked_gradient(value, self)
 
     def posterior(self) -> LaplacePosterior:
-        """The posterior from the last mode, with this object's solver (None: the model's).
-
-        It puts model and likelihood into evaluation mode; `model(x)` uses it.
-        """
+        """The posterior from the last mode, which `model(x)` then uses. Puts model and likelihood into evaluation mode."""
         self.model.eval()
         self.likelihood.eval()
         self._caches.clear()
         return self.model.posterior(self._weights, solver=self.solver, products=self.products, progress=self.progress)
 
     def has_exact_values(self) -> bool:
-        """Whether value and gradient are computed without probes, as `gpi.fit` asks; False without data."""
+        """Whether value and gradient take no probes."""
         latents, targets = self._num_latents(), self.model.train_targets
         if latents is None or targets is None:
             return False
@@ -197,7 +189,6 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
                 )
         return run
 
-    # The model keeps them for predictions.
     @property
     def _params(self) -> LikelihoodParams | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.likelihood_params
@@ -212,7 +203,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         if not known:
             return None
         inputs = [x[..., :2, :] for x in known]
-        model, _ = evaluation_copies(self.model, self.likelihood)  # a forward pass may change a layer's state
+        model, _ = evaluation_copies(self.model, self.likelihood)  # a forward pass may change layers
         return num_latents(prior_at(model, inputs))
 
     def _check_problem(self, function_dist: MultivariateNormal, target: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The Laplace model: any likelihood, no inducing points."""
+"""The Laplace model."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,28 +30,25 @@ from gpy_iterative.training.training_system import check_inputs
 
 
 class IterativeLaplaceGP(GP):
-    """A Gaussian process with Laplace's approximation or a refinement, used like `gpytorch.models.ExactGP`.
+    """A Gaussian process with Laplace's approximation, used like `gpytorch.models.ExactGP`.
 
-    A subclass defines `forward(x)`, the prior: a MultivariateNormal, with batch shape [C] for C latent functions (batched
-    kernels or a shared one), or a MultitaskMultivariateNormal. `model(x)` is this prior in train mode, else the latent
-    posterior. The mode is kept until parameters or data change.
+    A subclass defines `forward(x)`, the prior: a MultivariateNormal, with batch shape [C] for C latent functions, or a
+    MultitaskMultivariateNormal. `model(x)` is this prior in train mode, else the latent posterior.
 
     Args:
         train_inputs: [n, d], or several.
-        train_targets: [n]; long for a SoftmaxLikelihood.
-        likelihood: any that factorises over points.
-        num_latents: C, checked against `forward`; None accepts any.
+        train_targets: [n], or multitask [n, C]; long for a SoftmaxLikelihood.
+        likelihood: one that factorises over points: GPyTorch's, a registered one, or any with a smooth `log_prob`.
+        num_latents: C, checked against `forward`.
         solver: None is `LaplaceCholesky()` up to n C = 2,000, else `LaplaceNewton(num_covariance_actions=100)`.
-        products: options of kernel products.
         seed: for sample paths and Monte Carlo predictions.
-        num_refinements: refinements of predictions towards the variational approximation; the evidence stays Laplace's.
+        num_refinements: of predictions, towards the variational approximation.
 
-    The last four may be changed later: the next prediction computes what is missing.
+    The last four may be changed later.
 
     Raises:
-        UnsupportedLikelihoodError: Laplace's method is meaningless for the likelihood.
+        UnsupportedLikelihoodError: Laplace's method does not suit the likelihood.
         ValueError: non-finite inputs, targets that do not fit, invalid counts.
-        TypeError: an argument of a wrong type.
 
     Examples:
         >>> class Classifier(gpi.models.IterativeLaplaceGP):
@@ -104,10 +101,7 @@ class IterativeLaplaceGP(GP):
     ) -> None:
         """Replaces the training data by data of any size.
 
-        Likelihood arguments that belong to the old inputs must be given again.
-
-        Raises:
-            ValueError: non-finite inputs, or targets that do not fit; the data stay unchanged.
+        Raises ValueError for non-finite inputs or targets that do not fit, and changes nothing.
         """
         before = self.train_inputs, self.train_targets
         new_inputs = before[0] if inputs is None else _as_inputs(inputs)
@@ -133,7 +127,7 @@ class IterativeLaplaceGP(GP):
         self._posterior = None
 
     def keep_params(self, params: LikelihoodParams | None) -> None:
-        """Stores likelihood arguments for predictions."""
+        """Likelihood arguments for predictions."""
         is_same = params is not None and params.equals(self.likelihood_params)
         if params is not self.likelihood_params and not is_same:
             self.likelihood_params, self._posterior = params, None
@@ -168,14 +162,10 @@ class IterativeLaplaceGP(GP):
         Args:
             initial_weights: warm start v [n, C].
             solver, products: None takes the model's.
-            params: for the likelihood's `forward` at the training points; None takes those of the last call here or of a
-                marginal log likelihood.
+            params: for the likelihood's `forward` at the training points; None takes the last ones.
             progress: as in `LaplaceMarginalLogLikelihood`.
 
-        Raises:
-            TypeError: an argument of a wrong type.
-            ValueError: `forward` contradicts num_latents, num_refinements is no count, or `params` belong to old inputs.
-            Others: as `LaplacePosterior`, with its warnings.
+        Raises ValueError if `forward` contradicts num_latents, and the errors of `LaplacePosterior`.
         """
         given, options = (initial_weights, solver, products, params), (self.solver, self.products, self.seed)
         is_asked = progress is not False or any(argument is not None for argument in given)
@@ -203,21 +193,19 @@ class IterativeLaplaceGP(GP):
         return kept
 
     def fit_mode(self) -> LaplaceSolution:
-        """The mode at the training points, after all refinements."""
+        """The mode, after all refinements."""
         return self.posterior().solution
 
     def predict_proba(self, *inputs: Tensor, method: PredictiveMethod = "pairwise", num_samples: int = 1000) -> Tensor:
         """Class probabilities at test inputs [*b, t, d].
 
         Args:
-            method: for a softmax "pairwise" (closed form), "diagonal" (the paper's) or "mc" (samples); for all likelihoods
-                "mode", without the latent variance. Averages are underconfident at learned hyperparameters or large latent
-                variances: set num_refinements to 1, and prefer "mc" or "diagonal" to "pairwise", itself underconfident.
+            method: for a softmax "pairwise" (closed form, underconfident), "diagonal" (closed form without covariances) or
+                "mc" (samples); for all likelihoods "mode", without the latent variance.
             num_samples: for "mc".
 
         Returns:
-            [*b, t] for label 1 of Bernoulli likelihoods (exact for probit, quadrature for logit), [*b, t, classes] for a
-            softmax.
+            [*b, t] for label 1 of Bernoulli likelihoods, [*b, t, classes] for a softmax.
 
         Raises:
             UnsupportedLikelihoodError: a likelihood without classes.
@@ -238,14 +226,11 @@ class IterativeLaplaceGP(GP):
         num_samples: int = 1000,
         params: Sequence[Any] = (),
     ) -> Tensor:
-        """Log p(y | x, data) [t] at test inputs [t, d]; the NLL is its negative mean.
-
-        Uses closed forms or quadrature where possible, else samples.
+        """Log p(y | x, data) [t] at test inputs [t, d], by closed forms or quadrature where possible, else samples.
 
         Args:
             inputs_and_targets: test inputs, then targets [t].
-            method: see `predict_proba`.
-            num_samples: where samples are used.
+            method, num_samples: see `predict_proba`.
             params: for the likelihood's `forward` at the test points.
 
         Raises:
@@ -268,11 +253,11 @@ class IterativeLaplaceGP(GP):
             return predictive_log_probs(likelihood, latent, method, num_samples, self._generator()).to(self._dtype)
 
     def posterior_variance(self, *inputs: Tensor) -> VarianceSplit:
-        """The latent variance and its parts, see `LaplacePosterior.split_variance`."""
+        """See `LaplacePosterior.split_variance`."""
         return self.posterior().split_variance(*inputs)
 
     def sample_paths(self, num_paths: int, *, num_frequencies: int = 4096) -> LaplaceSamplePaths:
-        """Posterior sample functions, see `LaplacePosterior.sample_paths`."""
+        """See `LaplacePosterior.sample_paths`."""
         return self.posterior().sample_paths(num_paths, num_frequencies=num_frequencies)
 
     @property

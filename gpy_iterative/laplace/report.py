@@ -1,4 +1,4 @@
-"""Reports of a training step and of a posterior."""
+"""Reports."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,11 @@ class LaplaceReport(Report):
         status: of the mode or the worst solve; for objective="elbo" of the bound's maximisation.
         iterations: Newton steps.
         epochs: kernel products for the mode.
-        probe_epochs: products with all probes and with the adjoint.
-        stationarity: gradient norm of the log joint density over that of the log likelihood.
-        rank: kept actions.
-        value: [], as returned by `forward`.
-        value_sem: [], its standard error from log-determinant probes.
-        seconds: wall-clock time of `forward`.
-        far_field_error: as in `MarginalLogLikelihoodReport`. The mode is the compressed prior's, without a
-            comparison with exact rows.
+        probe_epochs: kernel products for the gradient.
+        stationarity: gradient norm of the log joint density, relative to that of the log likelihood.
+        rank: number of actions.
+        value, value_sem: result of `forward`, and its standard error from log-determinant probes, [].
+        far_field_error: as in `MarginalLogLikelihoodReport`, without a comparison with exact rows.
     """
 
     status: SolveStatus
@@ -48,10 +45,7 @@ class LaplaceReport(Report):
 
 @dataclass(frozen=True)
 class ModeReport(Report):
-    """The search for a posterior's mode, with all refinements.
-
-    Fields are as in `LaplaceReport`; `status`, `stationarity` and `rank` are of the last refinement.
-    """
+    """The search for a posterior's mode; `status`, `stationarity` and `rank` are of the last refinement."""
 
     status: SolveStatus
     iterations: int

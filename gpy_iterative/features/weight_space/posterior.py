@@ -82,8 +82,7 @@ class WeightSpacePosterior:
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
         """The latent posterior at [*b, t, d]; its covariance is a root of m columns. Only inputs receive gradients.
 
-        Raises:
-            ValueError: inputs do not fit the training inputs or are not finite.
+        Raises ValueError for inputs that do not fit or are not finite.
         """
         snapshot, weights = self._current()
         model, _ = snapshot.copies()
@@ -146,7 +145,7 @@ class WeightSpacePaths:
 def _projected(
     prior: MultivariateNormal, vectors: Tensor, root: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Mean + U vectors [*b, t, k], U root [*b, t, m], jitter."""
+    """Mean + U vectors [*b, t, k], U root [*b, t, m] and jitter, for features U."""
     weight_space = WeightSpacePrior(prior)
     basis = weight_space.features().basis.double()
     values = prior.loc.unsqueeze(-1) + (basis @ vectors).to(prior.loc)

@@ -16,7 +16,7 @@ CHUNK_POINTS = 4096
 class Curvature(ABC):
     """W = R R^T [n C, n C], positive semi-definite, block diagonal, with R [n C, n r].
 
-    Methods take x [n C, b], `root` [n r, b]; the latents of a point are adjacent.
+    Methods take x [n C, b], `root` x [n r, b]; the latents of a point are adjacent.
     """
 
     @property
@@ -56,7 +56,7 @@ class Curvature(ABC):
 
 @dataclass(frozen=True)
 class DiagonalCurvature(Curvature):
-    """One latent function: W = diag(w), w [n] >= 0."""
+    """W = diag(w), w [n] >= 0."""
 
     values: Tensor
 
@@ -154,10 +154,7 @@ class SoftmaxCurvature(Curvature):
 
 
 def curvature_of_blocks(blocks: Tensor, *, floor: float, basis: Tensor | None = None) -> Curvature:
-    """The curvature with blocks [n, C, C] and eigenvalues of at least `floor` times the largest.
-
-    An orthonormal `basis` [C, r] spans the range of all blocks.
-    """
+    """Blocks [n, C, C], whose range an orthonormal `basis` [C, r] spans, with eigenvalues >= `floor` times the largest."""
     if blocks.shape[-1] == 1 and basis is None:
         return DiagonalCurvature(_floored(blocks[:, 0, 0], floor))
     reduced = blocks if basis is None else basis.mT @ blocks @ basis

@@ -1,4 +1,4 @@
-"""Likelihoods that GPyTorch lacks: labels with a logistic link, counts with a log link."""
+"""Likelihoods that GPyTorch lacks."""
 
 import math
 from typing import Any
@@ -13,15 +13,15 @@ from torch.nn.functional import logsigmoid
 from gpy_iterative.laplace.likelihoods.quadrature import NEGLIGIBLE, graded_rule, log_concave_marginal, normal_nodes
 from gpy_iterative.training.likelihood_forms import computes_as
 
-#: Quadrature nodes, and the largest standard deviation for them.
-NUM_QUADRATURE, WIDE = 64, 1.5
+#: Largest standard deviation for Gauss-Hermite nodes.
+WIDE = 1.5
 
 
 class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
     """p(y = 1 | f) = 1 / (1 + exp(-f)), labels 0 and 1.
 
-    GPyTorch's `BernoulliLikelihood` has the probit link (lighter tails). A subclass with another `forward` uses GPyTorch's
-    quadrature. Raises ValueError for other labels.
+    GPyTorch's `BernoulliLikelihood` has the probit link, with lighter tails. A subclass with another `forward` uses
+    GPyTorch's quadrature. Raises ValueError for other labels.
     """
 
     has_analytic_marginal = True
@@ -36,7 +36,7 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
         return Bernoulli(probs=self.log_probability(function_dist.mean, function_dist.variance).exp())
 
     def median(self, function_dist: MultivariateNormal) -> Tensor:
-        """The median of p(y = 1 | f), sigmoid(E f) [*b, n]."""
+        """The median of p(y = 1 | f) [*b, n]."""
         return torch.sigmoid(function_dist.mean)
 
     def log_marginal(
@@ -69,11 +69,9 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
 
 
 def _expected_log_sigmoid(mean: Tensor, variance: Tensor) -> Tensor:
-    """E[log p(y = 1 | f)] for f ~ N(mean, variance), elementwise, float64.
-
-    Wide distributions: min(f, 0) in closed form, log(1 + exp(-|f|)) by quadrature over |f|.
-    """
-    nodes, log_weights = normal_nodes(mean, variance, NUM_QUADRATURE)
+    """E[log p(y = 1 | f)] for f ~ N(mean, variance), elementwise, float64."""
+    # Wide distributions: min(f, 0) in closed form, log(1 + exp(-|f|)) by quadrature over |f|.
+    nodes, log_weights = normal_nodes(mean, variance)
     smooth = (log_weights.exp() * logsigmoid(nodes)).sum(0)
     deviation = variance.clamp_min(WIDE**2).sqrt()
     ratio = mean / deviation
@@ -99,9 +97,9 @@ def _signs(labels: Tensor) -> Tensor:
 
 
 class PoissonLogLikelihood(_OneDimensionalLikelihood):
-    """p(y | f) = Poisson(exp(f)), as in log-linear regression.
+    """p(y | f) = Poisson(exp(f)).
 
-    GPyTorch's `PoissonLikelihood` has the link softplus(f). A subclass with another `forward` uses GPyTorch's quadrature.
+    GPyTorch's `PoissonLikelihood` has the rate softplus(f). A subclass with another `forward` uses GPyTorch's quadrature.
     """
 
     def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Poisson:

@@ -69,14 +69,13 @@ class PointwiseLikelihood:
         params: passed to the likelihood's `forward`.
 
     Raises:
-        UnsupportedLikelihoodError: see `check_laplace_likelihood`.
+        UnsupportedLikelihoodError: Laplace's method does not suit the likelihood.
         ValueError: targets outside the support; a wrong shape, dtype or number of latents.
     """
 
     def __init__(self, likelihood: Likelihood, targets: Tensor, num_latents: int, params: Sequence[Any] = ()) -> None:
         check_laplace_likelihood(likelihood)
         self.likelihood, self.num_latents, self.params = likelihood, num_latents, tuple(params)
-        # Unregistered: only the log density is known.
         registered = form_of(likelihood)
         self._form = registered or LikelihoodForm(self._generic_log_prob, target_per_latent=None)
         if registered is not None:
@@ -90,7 +89,7 @@ class PointwiseLikelihood:
 
     @property
     def name(self) -> str:
-        """The class's name."""
+        """The likelihood's class."""
         return type(self.likelihood).__name__
 
     @property
@@ -100,7 +99,7 @@ class PointwiseLikelihood:
 
     @property
     def visible_basis(self) -> Tensor:
-        """Orthonormal basis [C, r] of the latents that a softmax depends on."""
+        """Orthonormal basis [C, r] of what a softmax depends on."""
         assert self._form.visible_basis is not None
         return self._form.visible_basis(self.likelihood)
 
@@ -114,14 +113,12 @@ class PointwiseLikelihood:
         """Whether any parameter is learned."""
         return any(parameter.requires_grad for parameter in self.likelihood.parameters())
 
-    # Values and derivatives
-
     def log_prob(self, f: Tensor) -> Tensor:
-        """Log p(y_n | f_n) [n], differentiable in f [n, C] and parameters. Raises ValueError if points do not factorise."""
+        """Log p(y_n | f_n) [n], differentiable in f [n, C] and parameters. Raises ValueError if points are coupled."""
         return self._form.log_prob(self.likelihood, f, self.targets)
 
     def total(self, f: Tensor) -> float:
-        """The sum of log densities; may be NaN or minus infinity."""
+        """The sum of log densities, perhaps NaN or minus infinity."""
         with torch.no_grad():
             return float(self.log_prob(f).sum())
 
@@ -161,14 +158,12 @@ class PointwiseLikelihood:
         return torch.stack(rows, dim=-2)
 
     def fisher(self, f: Tensor) -> Tensor:
-        """The registered Fisher information [n, C, C]; differentiable as `hessian`."""
+        """The registered Fisher information, like `hessian`."""
         assert self._form.fisher is not None
         return self._form.fisher(self.likelihood, f, self.targets)
 
-    # Curvature
-
     def curvature_blocks(self, f: Tensor) -> Tensor:
-        """The covariance's curvature [n, C, C], differentiable as `hessian`.
+        """The covariance's curvature, like `hessian`.
 
         The negative Hessian if log p is concave, else registered Fisher information, else, for one latent function, the
         Hessian's absolute value. Raises UnsupportedLikelihoodError.
@@ -182,25 +177,20 @@ class PointwiseLikelihood:
         return blocks
 
     def curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
-        """`curvature_blocks` with a floor, without a graph.
-
-        Raises:
-            UnsupportedLikelihoodError: an indefinite Hessian without a replacement.
-            NonFiniteError: a non-finite entry.
-        """
+        """`curvature_blocks` with a floor, without graph. Raises UnsupportedLikelihoodError and NonFiniteError."""
         return self._floored(f, floor, self.curvature_blocks)
 
     def step_curvature(self, f: Tensor, floor: CurvatureFloor = STEP_FLOOR) -> Curvature:
-        """The curvature of a Newton step: for one latent function the Hessian's absolute value, else `curvature_blocks`.
+        """`curvature` for a Newton step: for one latent function the Hessian's absolute value.
 
-        Fisher information takes more steps: it is far from the Hessian at outliers. Raises as `curvature`.
+        Fisher information would take more steps, since it is far from the Hessian at outliers.
         """
         is_covariance = self.is_log_concave or self.num_latents > 1
         blocks = self.curvature_blocks if is_covariance else lambda point: self.hessian(point).abs()
         return self._floored(f, floor, blocks)
 
     def weighted_curvature(self, f: Tensor, weights: Tensor) -> Tensor:
-        """-1/2 sum_n <weights_n, W_n(f_n)> for fixed weights [n, C, C]; differentiable as `hessian`."""
+        """-1/2 sum_n <weights_n, W_n(f_n)> for fixed weights [n, C, C]."""
         return -0.5 * (weights * self.curvature_blocks(f)).sum()
 
     def _floored(self, f: Tensor, floor: CurvatureFloor, blocks_at: Callable[[Tensor], Tensor]) -> Curvature:
@@ -271,8 +261,6 @@ class PointwiseLikelihood:
             "register_curvature(..., log_concave=False).",
             VarianceWarning,
         )
-
-    # Checks
 
     def _check_no_params(self) -> None:
         if any(isinstance(each, Tensor) for each in self.params):

@@ -1,4 +1,4 @@
-"""Class probabilities and log densities from latent marginals, in float64."""
+"""Class probabilities and log densities from latent marginals."""
 
 import math
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class LatentMarginals:
     covariance: Tensor
 
     def seen_by(self, method: PredictiveMethod) -> "LatentMarginals":
-        """The marginals; without covariance for "mode"."""
+        """Without covariance for "mode"."""
         return LatentMarginals(self.mean, torch.zeros_like(self.covariance)) if method == "mode" else self
 
     def samples(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -55,10 +55,7 @@ def class_probabilities(
     num_samples: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """p(class), see `IterativeLaplaceGP.predict_proba`.
-
-    "pairwise" has the least error of the closed forms at moderate variances; "diagonal" ignores covariances.
-    """
+    """See `IterativeLaplaceGP.predict_proba`."""
     if isinstance(likelihood, BernoulliLikelihood | LogitBernoulliLikelihood):
         ones = PointwiseLikelihood(likelihood, torch.ones_like(latent.mean[:, 0]), 1)
         return predictive_log_probs(ones, latent, method, num_samples, generator).exp()

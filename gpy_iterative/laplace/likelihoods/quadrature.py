@@ -1,8 +1,4 @@
-"""Quadrature against normal distributions, with float64 nodes (GPyTorch's have the default dtype).
-
-Gauss-Hermite nodes suit functions that are smooth on the normal's scale. Narrower log-concave densities take Gauss-Legendre
-panels on both sides of the integrand's maximum, others dense nodes.
-"""
+"""Quadrature against normal distributions, with float64 nodes (GPyTorch's have the default dtype)."""
 
 import math
 from collections.abc import Callable
@@ -15,13 +11,11 @@ from torch.quasirandom import SobolEngine
 
 from gpy_iterative.worker_threads import CPU
 
-#: Nodes for one value.
-NUM_QUADRATURE = 64
-#: Least number of nodes for several values.
-NUM_NODES = 128
+#: Nodes for one value, and least number for several.
+NUM_QUADRATURE, NUM_NODES = 64, 128
 #: Bisection steps.
 NUM_HALVINGS = 80
-#: Panels per side, each as long as all nearer ones, and nodes per panel.
+#: Gauss-Legendre panels, each as long as all nearer ones, and their nodes.
 NUM_PANELS, PANEL_NODES = 8, 12
 #: Negligible fall of a log density.
 NEGLIGIBLE = 40.0
@@ -30,15 +24,15 @@ NUM_DENSE, REACH = 4001, 12.0
 
 
 @cache
-def _nodes(count: int) -> tuple[np.ndarray, np.ndarray]:
-    nodes, weights = np.polynomial.hermite_e.hermegauss(count)
+def _nodes() -> tuple[np.ndarray, np.ndarray]:
+    nodes, weights = np.polynomial.hermite_e.hermegauss(NUM_QUADRATURE)
     return nodes, weights / math.sqrt(2 * math.pi)
 
 
-def normal_nodes(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Nodes [count, *shape] of normals [*shape], and log weights [count, 1, ..]."""
-    nodes, weights = (torch.as_tensor(part, dtype=torch.float64, device=mean.device) for part in _nodes(count))
-    shape = (count, *[1] * mean.dim())
+def normal_nodes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Gauss-Hermite nodes [64, *shape] of normals [*shape], and log weights [64, 1, ..]."""
+    nodes, weights = (torch.as_tensor(part, dtype=torch.float64, device=mean.device) for part in _nodes())
+    shape = (NUM_QUADRATURE, *[1] * mean.dim())
     points = mean.double() + variance.double().sqrt() * nodes.view(shape)
     # Outer weights may underflow, and log(0) makes gradients NaN.
     return points, weights.clamp_min(torch.finfo(torch.float64).tiny).log().view(shape)
@@ -46,13 +40,12 @@ def normal_nodes(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Te
 
 @cache
 def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
-    """Nodes [s, C] and positive weights [s] of sum 1 for z ~ N(0, I) in C dimensions, float64 on the CPU.
+    """Nodes [s, C] and positive weights [s] for z ~ N(0, I) in C dimensions, float64 on the CPU.
 
-    s is 64 for one dimension, else at least max(128, 4 C): Sobol nodes with reflections, scaled to exact second
-    moments, are exact for polynomials of degree 3.
+    s is 64 for one dimension, else at least max(128, 4 C): reflected Sobol nodes, exact for polynomials of degree 3.
     """
     if dimension == 1:
-        nodes, log_weights = normal_nodes(torch.zeros(1, device=CPU), torch.ones(1, device=CPU), NUM_QUADRATURE)
+        nodes, log_weights = normal_nodes(torch.zeros(1, device=CPU), torch.ones(1, device=CPU))
         return nodes, log_weights.flatten().exp()
     half = NUM_NODES // 2
     while half < 2 * dimension:
@@ -81,7 +74,8 @@ def log_concave_marginal(
 ) -> Tensor:
     """Log E exp(l(f)) for f ~ N(mean, variance) and a concave l, elementwise, float64, differentiable.
 
-    The gradient of l may be non-finite where l is minus infinity.
+    Panels on both sides of the integrand's maximum resolve narrow integrands. The gradient of l may be non-finite where l
+    is minus infinity.
     """
     mean, deviation = mean.double(), variance.double().sqrt()
     with torch.no_grad():
@@ -99,7 +93,7 @@ def log_concave_marginal(
 
 
 def dense_marginal(log_density: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:
-    """As `log_concave_marginal` for any l, by the trapezoidal rule; for densities wider than .01 deviations."""
+    """`log_concave_marginal` for any l wider than .01 deviations, by the trapezoidal rule."""
     mean, deviation = mean.double(), variance.double().sqrt()
     grid = torch.linspace(-REACH, REACH, NUM_DENSE, dtype=torch.float64, device=mean.device)
     log_weights = -0.5 * grid.square() - 0.5 * math.log(2 * math.pi) + (grid[1] - grid[0]).log()
@@ -110,7 +104,7 @@ def dense_marginal(log_density: Callable[[Tensor], Tensor], mean: Tensor, varian
 
 
 def _maximum(slope: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """The zero of a slope that falls at least as fast as -u, by bisection."""
+    """The zero of a slope that falls at least as fast as -u."""
     end = slope(start).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # the zero is between start and slope(start)
     low, high = torch.minimum(start, end), torch.maximum(start, end)
     for _ in range(NUM_HALVINGS):
@@ -121,7 +115,7 @@ def _maximum(slope: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
 
 
 def _reach(log_product: Callable[[Tensor], Tensor], centre: Tensor, side: float) -> Tensor:
-    """The distance, up to a factor 2, from the maximum to where the product is negligible, on one side."""
+    """The distance, up to a factor 2, from the maximum to where the product is negligible."""
     top, reach = log_product(centre), torch.full_like(centre, math.sqrt(2 * NEGLIGIBLE))
     for _ in range(NUM_HALVINGS):
         # Also true for NaN.

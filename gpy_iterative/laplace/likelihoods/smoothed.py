@@ -1,8 +1,7 @@
 """A likelihood averaged over latent uncertainty: E log p(y_n | f_n + e_n) with e_n ~ N(0, V_n).
 
-At V_n = S_nn the mode mu and curvature E[W] are those of the best variational Gaussian N(mu, S), with
-S^-1 = K^-1 + E[W] and K^-1 (mu - m) = E[d log p(y | f) / df] (Opper and Archambeau 2009, "The variational Gaussian
-approximation revisited").
+At V_n = S_nn the mode mu and curvature E[W] are those of the best variational Gaussian N(mu, S), S^-1 = K^-1 + E[W]
+(Opper and Archambeau 2009, "The variational Gaussian approximation revisited").
 """
 
 from collections.abc import Callable
@@ -21,10 +20,9 @@ CHUNK_NUMBERS = 2**22
 
 
 class SmoothedLikelihood(PointwiseLikelihood):
-    """A pointwise log density averaged over fixed nodes; log-concave if the likelihood is.
+    """A pointwise log density averaged over fixed nodes.
 
-    Derivatives are exact, without graph. Each function costs 64 likelihood evaluations for one latent function, else 128 or
-    more; memory O(n C^2).
+    Derivatives are exact, without graph. A function costs 64 likelihood evaluations if C = 1, else 128 or more.
 
     Args:
         likelihood: with its targets.
@@ -72,7 +70,7 @@ class SmoothedLikelihood(PointwiseLikelihood):
 
 
 def symmetric_roots(blocks: Tensor) -> Tensor:
-    """Symmetric square roots of [n, C, C]; negative eigenvalues become zero."""
+    """Symmetric roots of [n, C, C]; negative eigenvalues become zero."""
     if blocks.shape[-1] == 1:
         return blocks.clamp_min(0).sqrt()
     values, vectors = block_eigh(blocks)

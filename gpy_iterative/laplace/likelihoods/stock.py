@@ -1,7 +1,7 @@
 """Log densities of GPyTorch's and this package's likelihoods, exact in tails and for three derivatives.
 
-`forward` is not exact: `BernoulliLikelihood` clamps probabilities, `SoftmaxLikelihood` transposes an input with as many
-points as classes, the rate of `PoissonLikelihood` underflows.
+`forward` is not: `BernoulliLikelihood` clamps probabilities, `SoftmaxLikelihood` transposes an input with as many points
+as classes, the rate of `PoissonLikelihood` underflows.
 """
 
 import math
@@ -26,7 +26,7 @@ _CLASSES = (
 )
 _FRACTIONS = (lambda _, y: (y > 0) & (y < 1), "targets must lie strictly between 0 and 1")
 
-#: Below this value a probit is its asymptotic series; later terms are rounding.
+#: Below this value a probit is its asymptotic series.
 PROBIT_TAIL, TAIL_TERMS = -12.0, 16
 
 
@@ -71,7 +71,7 @@ def _softmax_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def mixed_blocks(likelihood: Likelihood, blocks: Tensor) -> Tensor:
-    """A^T B A [n, C, C] for blocks B and mixing weights A."""
+    """A^T B A [n, C, C] for mixing weights A."""
     if likelihood.mixing_weights is None:
         return blocks
     weights = likelihood.mixing_weights.to(blocks.dtype)
@@ -83,7 +83,7 @@ def _softmax_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def _softmax_visible(likelihood: Likelihood) -> Tensor:
-    """Basis orthogonal to {f: A f is constant over classes}, on which probabilities do not depend."""
+    """Basis orthogonal to {f: A f is constant over classes}."""
     like = next(likelihood.parameters(), torch.zeros(()))
     centring = torch.eye(likelihood.num_classes, dtype=torch.float64, device=like.device) - 1 / likelihood.num_classes
     if likelihood.mixing_weights is not None:

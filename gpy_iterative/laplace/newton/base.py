@@ -1,8 +1,8 @@
 """The damped Newton loop of all mode solvers.
 
 At the mode of psi(f) = log p(y | f) - (f - m)^T K^-1 (f - m) / 2, v = K^-1 (f - m) equals g = d log p(y | f) / df. Iterates
-keep f = m + K v: psi and its gradient g - v cost no kernel product. A `StepSolver` solves each step, a Gaussian process
-regression with noise W^+ (Rasmussen and Williams 2006, section 3.4).
+keep f = m + K v: psi and g - v cost no kernel product. A step is a Gaussian process regression with noise W^+ (Rasmussen
+and Williams 2006, section 3.4).
 """
 
 import math
@@ -22,17 +22,14 @@ from gpy_iterative.laplace.likelihoods.pointwise import STEP_FLOOR, CurvatureFlo
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress, SolveStats, SolveStatus
 
-#: Share of the rise promised by the slope that a step must reach; shortest step.
-ARMIJO, SHORTEST_STEP = 1e-4, torch.finfo(torch.float64).eps
-#: Psi decides where the promised rise exceeds its rounding this many times. A relative difference below the second number
+EPS = torch.finfo(torch.float64).eps
+#: Share of the promised rise that a step must reach; shortest step.
+ARMIJO, SHORTEST_STEP = 1e-4, EPS
+#: Psi decides if the promised rise exceeds its rounding this many times; a smaller relative fall than the second number
 #: may be cancellation.
 TOLD, UNTOLD = 100, 1e-6
-#: Steps without progress before the search ends.
-PATIENCE = 3
-#: Least relative decrease of the gradient's norm.
-LEAST_PROGRESS = 0.01
-EPS = torch.finfo(torch.float64).eps
-#: Points per chunk of K Q.
+#: Steps without progress before the search ends; least relative decrease of the gradient's norm.
+PATIENCE, LEAST_PROGRESS = 3, 0.01
 CHUNK_POINTS = 4096
 
 
@@ -40,7 +37,7 @@ CHUNK_POINTS = 4096
 class LaplaceSolution(Solution):
     """The mode of p(f | y), and the computed part of (K + W^+)^-1; float64.
 
-    `value` is the weights v [n, C], `residual` d log p(y | f) / df - v; `stats.residual_norms["mode"]` is `stationarity`.
+    `value` is the weights v [n, C], `residual` d log p(y | f) / df - v.
 
     Attributes:
         latent: f = m + K v [n, C].
@@ -60,12 +57,12 @@ class LaplaceSolution(Solution):
 
     @property
     def root(self) -> Tensor:
-        """Q = S A [n C, r], computed at each call; the covariance is K(x, x) - K(x, X) Q Q^T K(X, x)."""
+        """Q = S A [n C, r]; the covariance is K(x, x) - K(x, X) Q Q^T K(X, x)."""
         return self.actions @ self.transform
 
     @property
     def image_of_root(self) -> Tensor:
-        """K Q = T A [n C, r], computed at each call."""
+        """K Q = T A [n C, r]."""
         return self.images @ self.transform
 
     def covariance_blocks(self, prior: LatentPrior) -> Tensor:
@@ -94,14 +91,12 @@ class LaplaceSolution(Solution):
 
     @property
     def stationarity(self) -> float:
-        """Gradient norm of the log joint density over that of the log likelihood."""
+        """Gradient norm of the log joint density, relative to that of the log likelihood."""
         return self.stats.residual_norms["mode"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Arguments of `LaplaceSolver.solve`."""
-
     prior: LatentPrior
     likelihood: PointwiseLikelihood
     initial_weights: Tensor | None = None
@@ -121,7 +116,7 @@ class Problem:
         return flat.view(self.prior.num_points, self.prior.num_latents)
 
     def log_joint(self, f: Tensor, v: Tensor) -> float:
-        """Psi up to a constant; minus infinity for f out of range."""
+        # Minus infinity for f out of range.
         value = self.likelihood.total(self.by_point(f)) - 0.5 * float(v @ (f - self.mean))
         return -math.inf if math.isnan(value) else value
 
@@ -136,7 +131,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Iterate:
-    """One iterate: f, v, g, [n C] each, and psi."""
+    """f, v, g, [n C] each, and psi."""
 
     f: Tensor
     v: Tensor
@@ -145,31 +140,28 @@ class Iterate:
 
     @property
     def error(self) -> Tensor:
-        """Psi's gradient in dual coordinates."""
+        """Psi's gradient."""
         return self.gradient - self.v
 
     @property
     def stationarity(self) -> float:
-        """|g - v| / |g|, or |g - v| for a zero g."""
+        """|g - v| / |g|; |g - v| for g = 0."""
         return float(torch.linalg.vector_norm(self.error)) / (float(torch.linalg.vector_norm(self.gradient)) or 1.0)
 
     def is_rounding(self, curvature: Curvature) -> bool:
-        """Whether the error is as small as g's change W eps |f| when f is rounded, as at large counts."""
+        """Whether rounding f, which changes g by W eps f, explains the error, as at large counts."""
         change = curvature.matmul(self.f.unsqueeze(-1))
         return float(torch.linalg.vector_norm(self.error)) <= EPS * float(torch.linalg.vector_norm(change))
 
 
 class StepSolver(ABC):
-    """Solves the Newton systems of one mode."""
-
-    #: Kernel products so far.
     num_products: int = 0
     #: Passes over the kernel matrix for setup.
     overhead: float = 0.0
 
     @abstractmethod
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
-        """An ascent direction (dv, df = K dv)."""
+        """An ascent direction dv and K dv."""
 
     @abstractmethod
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,7 +174,7 @@ class LaplaceSolver(ABC):
 
     Args:
         max_outer: largest number of Newton steps.
-        tolerance: convergence at |g - v| <= tolerance |g|, or where the rounding of f hides g - v; None chooses by dtype.
+        tolerance: of |g - v| / |g|, unless the rounding of f hides g - v; None chooses by dtype.
 
     Raises:
         ValueError: an option outside its range.
@@ -191,12 +183,12 @@ class LaplaceSolver(ABC):
     max_outer: int = 50
     tolerance: float | None = None
 
-    #: Default tolerance and floor of the covariance's curvature, for float64 and float32 kernels.
+    #: For float64 and float32 kernels; floors for the covariance.
     _tolerances: ClassVar[tuple[float, float]]
     _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]]
-    #: Floor of a step's curvature: relative to the largest, it slows steps where curvatures differ by orders of magnitude.
+    #: Of a step's curvature.
     _step_floor: ClassVar[CurvatureFloor] = STEP_FLOOR
-    #: Options for a longer search and for a larger subspace.
+    #: Words of `advice`.
     _budget: ClassVar[str] = "max_outer"
     _room: ClassVar[str] = ""
 
@@ -206,11 +198,10 @@ class LaplaceSolver(ABC):
             check_fraction("tolerance", self.tolerance)
 
     @abstractmethod
-    def _step_solver(self, problem: Problem) -> StepSolver:
-        """The Newton systems' solver."""
+    def _step_solver(self, problem: Problem) -> StepSolver: ...
 
     def advice(self, solution: LaplaceSolution, dtype: torch.dtype) -> str:
-        """Advice when the mode was not reached."""
+        """What to do if the mode was not reached."""
         name = type(self).__name__
         if solution.status is SolveStatus.BUDGET_EXHAUSTED:
             lever = f"Raise {self._budget} of {name}, or loosen its tolerance."
@@ -238,18 +229,15 @@ class LaplaceSolver(ABC):
         """Finds the mode; the solution's status says whether it was reached.
 
         Args:
-            prior: of n points and C functions.
-            likelihood: with its targets.
-            initial_weights: warm start v [n, C], used if better than v = 0; costs one product. Saves Newton steps, not the
-                covariance's actions.
-            initial_solution: warm start, with its actions: this solver's, for the same prior and a likelihood whose W has
-                the same range. Replaces initial_weights.
-            generator: for the covariance's further actions.
+            prior, likelihood: of n points and C functions.
+            initial_weights: warm start v [n, C], used if better than v = 0; costs one product.
+            initial_solution: warm start with actions: this solver's, for the same prior and a W of the same range.
+            generator: for covariance actions.
             callback: called after every Newton step; `epochs` are kernel products.
 
         Raises:
             ValueError: no points; an initial solution of another solver or size.
-            NonFiniteError: a non-finite value; arguments stay unchanged.
+            NonFiniteError: a value is not finite.
         """
         if not prior.size:
             raise ValueError("There are no observed targets: without any there is no mode to find, only the prior.")
@@ -327,15 +315,14 @@ class LaplaceSolver(ABC):
     def _damped(self, problem: Problem, iterate: Iterate, dv: Tensor, df: Tensor) -> Iterate | None:
         """The iterate after the longest step that raises psi enough, or None."""
         # Where rounding hides psi's rise, the slope at the step's end decides (approximate Wolfe condition, Hager and Zhang
-        # 2005): steps without the true Hessian may overshoot repeatedly.
+        # 2005).
         slope = float(iterate.error @ df)
         length, magnitude = 1.0, abs(iterate.log_joint)
         told = 10 * TOLD * EPS * magnitude
         while length >= SHORTEST_STEP:
             f, v = iterate.f + length * df, iterate.v + length * dv
             promise, joint = length * slope, problem.log_joint(f, v)
-            rises = promise > told and joint >= iterate.log_joint + ARMIJO * promise
-            if rises:
+            if promise > told and joint >= iterate.log_joint + ARMIJO * promise:
                 return problem.evaluated(f, v)
             if joint >= iterate.log_joint - UNTOLD * magnitude:
                 following = problem.evaluated(f, v)

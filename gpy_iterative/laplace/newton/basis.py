@@ -1,6 +1,6 @@
 """The subspace of Newton's method: orthonormal actions S, images T = K S, and M = S^T (K + W^+) S.
 
-T comes only from kernel products or orthogonal changes of basis: T = K S holds to rounding.
+Only kernel products and orthogonal changes of basis change T: T = K S holds to rounding.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,12 @@ from torch import Tensor
 
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 
-#: A smaller rest of an action is rounding.
-DEPENDENT = 100 * torch.finfo(torch.float64).eps
-#: A larger rest needs only one orthogonalisation.
-ORTHOGONAL_ENOUGH = 0.7
+#: A smaller rest of an action is rounding; a larger one needs only one orthogonalisation.
+DEPENDENT, ORTHOGONAL_ENOUGH = 100 * torch.finfo(torch.float64).eps, 0.7
 
 
 class ActionBasis:
-    """Actions and images [N, B], in a growing buffer; N = `size`."""
+    """Actions and images in a growing buffer, N = `size`."""
 
     def __init__(self, size: int, capacity: int, like: Tensor) -> None:
         capacity = max(min(capacity, size), 1)
@@ -64,7 +62,6 @@ class ActionBasis:
         return rest
 
     def append(self, action: Tensor, image: Tensor) -> None:
-        """Adds an orthonormalised action [N]."""
         self._reserve(self.count + 1)
         row = self.images.mT @ action
         self._actions[self.count], self._images[self.count] = action, image
@@ -94,7 +91,7 @@ class ActionBasis:
 
 @dataclass
 class GalerkinSystem:
-    """M for one W; `transform` A [B, r] has A A^T = M^-1, so that S A A^T S^T inverts K + W^+ in the subspace."""
+    """M for one W; `transform` A [B, r] has A A^T = M^-1."""
 
     basis: ActionBasis
     curvature: Curvature
@@ -102,15 +99,15 @@ class GalerkinSystem:
 
     @classmethod
     def of(cls, basis: ActionBasis, curvature: Curvature) -> "GalerkinSystem":
-        """Without kernel products, O(N B^2)."""
+        """Costs O(N B^2)."""
         return cls(basis, curvature, _transform(basis, curvature))
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """Coefficients a [B, b] of solutions S a for rhs [N, b]; [B] for [N]."""
+        """Coefficients a [B, b] of solutions S a for rhs [N, b]."""
         return self.transform @ (self.transform.mT @ (self.basis.actions.mT @ rhs))
 
     def append(self, action: Tensor, image: Tensor, rhs: Tensor) -> Tensor:
-        """Adds an orthonormalised action; returns the change of `solve(rhs)` [B + 1]."""
+        """Adds an orthonormalised action; returns the change of `solve(rhs)`."""
         weighted = self.curvature.pinv(action.unsqueeze(-1)).squeeze(-1)
         column = self.basis.images.mT @ action + self.basis.actions.mT @ weighted
         corner = action @ image + action @ weighted
@@ -133,8 +130,8 @@ class GalerkinSystem:
         return direction.unsqueeze(-1) * (direction @ (self.basis.actions.mT @ rhs))
 
     def compress(self, rhs: Tensor, rank: int) -> None:
-        """Keeps `rank` combinations of actions: the solution and the largest variance reductions."""
-        # The variance reduction is tr(M^-1 T^T T): the best u have the largest eta in T^T T u = eta M u.
+        """Keeps the solution and the largest variance reductions in `rank` actions."""
+        # The variance falls by tr(M^-1 T^T T): the best u have the largest eta in T^T T u = eta M u.
         whitened = self.basis.images @ self.transform
         reduction = whitened.mT @ whitened
         mean = self.transform.mT @ (self.basis.actions.mT @ rhs)  # in whitened coordinates
@@ -144,14 +141,13 @@ class GalerkinSystem:
         rest = rest - (rest @ kept) @ kept.mT
         count = min(rank, len(mean)) - kept.shape[-1]
         others = torch.linalg.eigh((rest + rest.mT) / 2)[1].flip(-1)[:, :count]
-        # S is orthonormal: S times an orthonormal basis of A is one of S A.
+        # S is orthonormal: these actions are, too.
         combinations, _ = torch.linalg.qr(self.transform @ torch.cat([kept, others], dim=-1))
         self.basis.replace(self.basis.actions @ combinations, self.basis.images @ combinations)
         self.transform = _transform(self.basis, self.curvature)
 
 
 def _transform(basis: ActionBasis, curvature: Curvature) -> Tensor:
-    """A [B, r], without directions of rounding size."""
     actions = basis.actions
     matrix = basis.gram + actions.mT @ curvature.pinv(actions)
     scale = matrix.diagonal().clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()
@@ -159,7 +155,7 @@ def _transform(basis: ActionBasis, curvature: Curvature) -> Tensor:
 
 
 def inverse_root(matrix: Tensor, eps: float) -> Tensor:
-    """A [B, r] with A A^T the pseudo-inverse of a semi-definite matrix with rounding `eps`."""
+    """A [B, r], A A^T the pseudo-inverse of a semi-definite matrix with rounding `eps`."""
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     kept = values > 10 * len(values) * eps * values.amax() if len(values) else values > 0
     return vectors[:, kept] / values[kept].sqrt()

@@ -14,10 +14,7 @@ from gpy_iterative.laplace.newton.whitened import dense_factor
 
 
 class _DenseSteps(StepSolver):
-    """dv = e - R (I + R^T K R)^-1 R^T K e with e = g - v, also for a singular W.
-
-    A correction, since the new v itself is a small difference of large numbers for a large W.
-    """
+    """dv = e - R (I + R^T K R)^-1 R^T K e with e = g - v: for a large W the new v itself would cancel."""
 
     def __init__(self, problem: Problem) -> None:
         self.dtype = problem.prior.operator.dtype
@@ -41,17 +38,16 @@ class _DenseSteps(StepSolver):
 
 @dataclass(frozen=True, kw_only=True)
 class LaplaceCholesky(LaplaceSolver):
-    """Newton's method with exact steps: (n C)^3 per step, a few times 8 (n C)^2 bytes.
+    """Newton's method with exact steps and covariance: (n C)^3 per step, a few times 8 (n C)^2 bytes.
 
-    The covariance has no computational part. Options: see `LaplaceSolver`; the default tolerance is 1e-10 (float32 kernels:
-    1e-5).
+    Options: see `LaplaceSolver`; the default tolerance is 1e-10 (float32 kernels: 1e-5).
     """
 
     max_outer: int = 100
 
     _tolerances: ClassVar[tuple[float, float]] = (1e-10, 1e-5)
     _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]] = (NO_FLOOR, NO_FLOOR)
-    _step_floor: ClassVar[CurvatureFloor] = NO_FLOOR  # dense steps need no W^+
+    _step_floor: ClassVar[CurvatureFloor] = NO_FLOOR  # a floor slows steps, and these need no W^+
 
     def _step_solver(self, problem: Problem) -> StepSolver:
         return _DenseSteps(problem)

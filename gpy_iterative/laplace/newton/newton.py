@@ -1,6 +1,4 @@
-"""Computation-aware Newton steps in a subspace of actions, with one kernel product per action.
-
-The part outside the subspace stays in the predictive variance as computational uncertainty.
+"""Computation-aware Newton steps.
 
 Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Processes By Trading Off Computation For
 Uncertainty", algorithms 1 to 3; docs/laplace.md lists differences.
@@ -26,34 +24,29 @@ from gpy_iterative.worker_threads import divided
 
 #: Largest n C for dense factors.
 EXACT_LATENTS = 2000
-#: Relative residual at which new right-hand sides are drawn for the covariance.
-REFINED = 1e-3
-#: Products of the covariance actions.
-REFINED_DEPTH = 10
+#: Covariance actions: relative residual that draws new right-hand sides, number of products.
+REFINED, REFINED_DEPTH = 1e-3, 10
 #: Largest inner product of orthonormal actions.
 LARGEST_OVERLAP = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaplaceNewton(LaplaceSolver):
-    """Computation-aware Newton steps in a growing subspace that all steps share.
+    """Computation-aware Newton steps in a subspace of actions, one kernel product each, that all steps share.
 
     Args:
-        max_inner: most actions (kernel products) per Newton step.
+        max_inner: most actions per Newton step.
         forcing: relative weighted residual at which a step's solve ends.
-        preconditioner: recipe for a low-rank factor of K with k columns per function (in total for coupled functions). None
-            takes weighted residuals W r as actions: conjugate gradients on I + R^T K R. With a factor, the mode needs fewer
-            products, and fewer actions reduce the variance (see `num_covariance_actions`). A Newton step costs
-            n C^2 k^2 + (C k)^3 / 3 multiply-adds; memory is n k (n C k without a shared kernel) plus (C k)^2.
-        max_rank: actions kept between Newton steps, at most n C: the mean's direction and the largest variance reductions.
-            Memory: 16 n C bytes for each of max_rank + max_inner + num_covariance_actions.
+        preconditioner: recipe for a low-rank factor of K with k columns per function (in total for coupled functions);
+            None is conjugate gradients on I + R^T K R. A factor takes fewer actions to the mode, and then more
+            num_covariance_actions. A Newton step costs n C^2 k^2 + (C k)^3 / 3 multiply-adds; memory n k (n C k without a
+            shared kernel) plus (C k)^2.
+        max_rank: actions kept between Newton steps. Memory: 16 n C bytes for each of max_rank + max_inner +
+            num_covariance_actions.
         num_covariance_actions: further actions at the mode, which only reduce the variance; ten products.
 
-    Other options: see `LaplaceSolver`; the default tolerance is 1e-5 (float32 kernels: 1e-3). Only kernel products are not
-    float64. An action costs one kernel product and about six passes over n C numbers per kept action.
-
-    Raises:
-        ValueError: an option outside its range.
+    An action costs a kernel product and about six passes over n C numbers per kept action. Other options: see
+    `LaplaceSolver`; the default tolerance is 1e-5 (float32 kernels: 1e-3).
     """
 
     max_inner: int = 20
@@ -86,8 +79,6 @@ def default_laplace_solver(size: int, *, num_covariance_actions: int = 0) -> Lap
 
 
 class _SubspaceSteps(StepSolver):
-    """Newton systems in the span of all actions."""
-
     def __init__(self, problem: Problem, options: LaplaceNewton) -> None:
         self._problem, self._options = problem, options
         self._generator = torch.Generator().manual_seed(0) if problem.generator is None else problem.generator
@@ -118,7 +109,7 @@ class _SubspaceSteps(StepSolver):
     @divided()
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
         options, system = self._options, GalerkinSystem.of(self.basis, curvature)
-        if not self.basis.count:  # a start at the mode: without actions the covariance is the prior's
+        if not self.basis.count:  # a start at the mode
             self._solved(system, iterate, min(options.max_inner, options.max_rank))
         if options.num_covariance_actions:
             self._refine(system, curvature, options.num_covariance_actions)
@@ -131,7 +122,7 @@ class _SubspaceSteps(StepSolver):
     def _solved(
         self, system: GalerkinSystem, iterate: Iterate, limit: int, first: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The solution v and K v after up to `limit` products; `first` are the first actions."""
+        """The solution v, and K v; `first` are the first actions."""
         curvature, rhs = system.curvature, self._rhs(iterate, system.curvature)
         target = self._options.forcing * _whitened_norm(curvature, iterate.error)  # residual of v
         v, image = self._galerkin(system, rhs)
@@ -146,12 +137,12 @@ class _SubspaceSteps(StepSolver):
             actions = first if is_given else self._actions(weighted, curvature, None if ascends else iterate.error)
             change = self._act(system, actions, rhs.unsqueeze(-1))
             if change is None:
-                break  # further actions add nothing
+                break
             v, image = v + change[0].squeeze(-1), image + change[1].squeeze(-1)
         return v, image
 
     def _refine(self, system: GalerkinSystem, curvature: Curvature, count: int) -> None:
-        """Further actions for the covariance, from random right-hand sides: the mode's residual is zero."""
+        # From random right-hand sides: the mode's residual is zero.
         width = math.ceil(count / REFINED_DEPTH)
         while count > 0:
             taken = self._refined(system, curvature, min(width, count), count)
@@ -160,7 +151,7 @@ class _SubspaceSteps(StepSolver):
             count -= taken
 
     def _refined(self, system: GalerkinSystem, curvature: Curvature, width: int, limit: int) -> int:
-        """Adds at most `limit` actions from `width` random right-hand sides; returns their number."""
+        """Adds up to `limit` actions; returns their number."""
         shape = (curvature.num_columns, width)
         base = torch.randn(shape, generator=self._generator, dtype=torch.float64, device=self._generator.device)
         rhs = curvature.pinv(curvature.root(base.to(self._problem.mean)))
@@ -179,7 +170,6 @@ class _SubspaceSteps(StepSolver):
         return taken
 
     def _actions(self, weighted: Tensor, curvature: Curvature, error: Tensor | None) -> Tensor:
-        """Actions [N, b] from a weighted residual [N]."""
         recipe = self._options.preconditioner
         if recipe is None:
             return weighted.unsqueeze(-1)
@@ -192,7 +182,7 @@ class _SubspaceSteps(StepSolver):
         return torch.stack([direction] if error is None else [direction, error], dim=-1)
 
     def _act(self, system: GalerkinSystem, actions: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Adds actions [N, b] with one product: changes of v and K v [N, c] for rhs [N, c], or None."""
+        """Adds actions [N, b]; returns changes of v and K v [N, c] for rhs [N, c], or None."""
         directions: list[Tensor] = []
         for action in actions.unbind(-1):
             direction = self.basis.orthonormalised(action, system.curvature, directions)

@@ -1,6 +1,6 @@
-"""Low-rank preconditioner of Newton systems.
+"""Low-rank preconditioner of Newton systems, for K ~ L L^T:
 
-With K ~ L L^T, (L L^T + W^+)^-1 r = W r - W L (I + L^T W L)^-1 L^T W r needs no W^+ and stays in the range of W.
+(L L^T + W^+)^-1 r = W r - W L (I + L^T W L)^-1 L^T W r needs no W^+.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,11 @@ WEIGHTED_COLUMNS = 32
 
 @dataclass(frozen=True)
 class LatentFactor:
-    """L [n C, q] with L L^T ~ K."""
-
-    columns: Tensor  # [C, n, k] for independent functions (expanded for a shared kernel), [1, n C, q] for coupled ones
+    columns: Tensor  # of L [n C, q]: [C, n, k] for independent functions, [1, n C, q] for coupled ones
     build_epochs: float  # passes over the kernel matrix
 
     def weighted_gram(self, curvature: Curvature) -> Tensor:
-        """L^T W L [q, q], float64."""
+        """L^T W L [q, q]."""
         count, _, rank = self.columns.shape
         if count == 1:
             parts = self.columns[0].split(WEIGHTED_COLUMNS, dim=-1)
@@ -45,21 +43,19 @@ class LatentFactor:
         return gram.view(count * rank, count * rank)
 
     def matmul(self, coefficients: Tensor) -> Tensor:
-        """L z [n C] for z [q], float64."""
+        """L z [n C] for z [q]."""
         count, _, rank = self.columns.shape
         by_function = self.columns @ coefficients.view(count, rank, 1).to(self.columns)
         return by_function.squeeze(-1).mT.double().flatten()
 
     def t_matmul(self, column: Tensor) -> Tensor:
-        """L^T x [q] for x [n C], float64."""
+        """L^T x [q] for x [n C]."""
         by_function = column.view(-1, len(self.columns)).mT.unsqueeze(-1).to(self.columns)
         return (self.columns.mT @ by_function).double().flatten()
 
 
 @dataclass(frozen=True)
 class NewtonPreconditioner:
-    """(L L^T + W^+)^-1 for one W; factors I + L^T W L."""
-
     factor: LatentFactor
     curvature: Curvature
     cholesky: BlockFactor
@@ -68,11 +64,10 @@ class NewtonPreconditioner:
     def of(cls, factor: LatentFactor, curvature: Curvature) -> "NewtonPreconditioner":
         inner = factor.weighted_gram(curvature)
         inner.diagonal().add_(1)
-        # Jitter only changes the preconditioner.
         return cls(factor, curvature, block_cholesky(inner))
 
     def solve(self, weighted_residual: Tensor) -> Tensor:
-        """(L L^T + W^+)^-1 r [n C] from W r [n C]."""
+        """(L L^T + W^+)^-1 r from W r, [n C] each."""
         projected = self.factor.t_matmul(weighted_residual).unsqueeze(-1)
         explained = self.factor.matmul(self.cholesky.solve(projected).squeeze(-1))
         return weighted_residual - self.curvature.matmul(explained.unsqueeze(-1)).squeeze(-1)
@@ -81,7 +76,6 @@ class NewtonPreconditioner:
 def latent_factor(
     recipe: LowRankRecipe, prior: LatentPrior, curvature: Curvature, generator: torch.Generator
 ) -> LatentFactor:
-    """A prior's factor; the recipe's noise comes from the curvature."""
     operator, latents = prior.operator, prior.num_latents
     mean = curvature.blocks().diagonal(dim1=-2, dim2=-1).mean()
     noise = float(1 / mean) if mean > 0 else 1.0
@@ -91,7 +85,7 @@ def latent_factor(
     if isinstance(operator, BlockInterleavedLinearOperator):
         kernels = operator.base_linear_op
         members = [_built(recipe, kernels[member], noise, generator) for member in range(latents)]
-        # Separate and padded, as ranks may differ.
+        # Ranks may differ.
         rank = max(member.factor.shape[-1] for member in members)
         columns = [functional.pad(member.factor, (0, rank - member.factor.shape[-1])) for member in members]
         return LatentFactor(torch.stack(columns), sum(member.build_epochs for member in members) / latents)

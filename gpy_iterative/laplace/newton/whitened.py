@@ -1,7 +1,4 @@
-"""The matrix H = I + R^T K R of every solve of Laplace's method; its eigenvalues are at least 1.
-
-With W = R R^T, P = R H^-1 R^T holds also for a singular W.
-"""
+"""Solves with H = I + R^T K R, W = R R^T: R H^-1 R^T is (K + W^-1)^-1, also in the limit of a singular W."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 
 
 class WhitenedKernelLinearOperator(LinearOperator):
-    """R^T K R [n r, n r] for K [n C, n C]; products carry no gradient."""
+    """R^T K R [n r, n r], without gradient."""
 
     def __init__(self, kernel: LinearOperator, *, curvature: Curvature) -> None:
         super().__init__(kernel, curvature=curvature)
@@ -42,7 +39,7 @@ class WhitenedKernelLinearOperator(LinearOperator):
 
 @dataclass(frozen=True)
 class WhitenedSystem:
-    """H [n r, n r] in the dtype of K, preconditioned with I + L L^T from the actions."""
+    """H in the dtype of K, preconditioned with the actions."""
 
     operator: NoisyLinearOperator
     curvature: Curvature
@@ -50,9 +47,9 @@ class WhitenedSystem:
 
     @classmethod
     def at(cls, kernel: LinearOperator, solution: LaplaceSolution) -> "WhitenedSystem":
-        """H at a mode, without a kernel product."""
+        """H at a mode; no kernel product."""
         curvature, dtype = solution.curvature, kernel.dtype
-        # Nystrom's K S (S^T K S)^+ S^T K is below K: the preconditioned eigenvalues are at least 1.
+        # Nystrom: K S (S^T K S)^+ S^T K <= K, so preconditioned eigenvalues are at least 1.
         known = solution.images @ inverse_root(solution.actions.mT @ solution.images, torch.finfo(dtype).eps)
         factor = curvature.root_t(known).to(dtype)
         preconditioner = NystromFactor(factor, torch.ones(len(factor), dtype=dtype, device=factor.device))
@@ -73,7 +70,7 @@ def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinear
 
 
 def dense_factor(kernel: Tensor, curvature: Curvature, dtype: torch.dtype) -> Tensor:
-    """The Cholesky factor of H for a dense float64 K with entries computed in `dtype`."""
+    """Cholesky factor of H for a float64 K with entries computed in `dtype`."""
     inner = curvature.root_t(curvature.root_t(kernel).mT)
     inner = (inner + inner.mT) / 2
     inner.diagonal().add_(1)

@@ -1,8 +1,4 @@
-"""The mode of a model at its training data, and its refinements.
-
-A refinement averages gradient and curvature over the last marginals (`SmoothedLikelihood`); the variational bound is
-stationary at the fixed point.
-"""
+"""The mode at the training data, and its refinements."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +20,7 @@ from gpy_iterative.training.snapshot import ModelSnapshot
 
 @dataclass(frozen=True)
 class LaplaceFit:
-    """The observed data, their prior without graph, and the mode or last refinement."""
+    """Observed data, their prior, and the mode or last refinement."""
 
     snapshot: ModelSnapshot
     inputs: list[Tensor]
@@ -68,16 +64,13 @@ def refine(
     generator: torch.Generator | None = None,
     callback: Callable[[SolveProgress], None] | None = None,
 ) -> LaplaceSolution:
-    """The mode of `likelihood` averaged over a solution's marginals; keeps its actions."""
+    """The mode of `likelihood` averaged over a solution's marginals."""
     smoothed = SmoothedLikelihood(likelihood, solution.covariance_blocks(prior))
     return solver.solve(prior, smoothed, initial_solution=solution, generator=generator, callback=callback)
 
 
 def observed_data(targets: Tensor, params: Sequence[Any]) -> tuple[Tensor | None, Tensor, tuple[Any, ...]]:
-    """Which points have targets, [n] bool (None: all), and their targets and likelihood arguments.
-
-    Points without a target need GPyTorch's `observation_nan_policy` "mask".
-    """
+    """Which points have targets, [n] bool (None: all), their targets and arguments."""
     policy = gpytorch.settings.observation_nan_policy.value()
     if policy == "fill":
         raise ValueError("observation_nan_policy('fill') has no meaning here; use 'mask', which drops the points.")

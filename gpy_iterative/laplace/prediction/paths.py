@@ -27,7 +27,7 @@ from gpy_iterative.training.training_system import prior_at
 
 @dataclass(frozen=True)
 class PriorFunctions:
-    """s prior samples Phi(x) w of C functions; `weights` are [C, F, s], or [F, s] for coupled functions."""
+    """Prior samples Phi(x) w, with weights [C, F, s], or [F, s] for coupled functions."""
 
     features: RandomFourierFeatures
     draws: Draws
@@ -52,7 +52,7 @@ class PriorFunctions:
         return cls(features, draws, weights)
 
     def __call__(self, distribution: MultivariateNormal) -> Tensor:
-        """Values at the prior's t points [t, C, s]."""
+        """Values [t, C, s]."""
         terms, is_coupled = _latent_terms(distribution)
         values = self.features.apply(terms, self.draws, self.weights)
         return values.view(*distribution.event_shape, values.shape[-1]) if is_coupled else values.movedim(0, 1)
@@ -60,7 +60,7 @@ class PriorFunctions:
 
 @dataclass(frozen=True, eq=False)
 class LaplaceSamplePaths:
-    """k fixed posterior functions, differentiable in x, for the hyperparameters and data of their draw."""
+    """Posterior functions, differentiable in x."""
 
     snapshot: ModelSnapshot
     functions: PriorFunctions
@@ -70,11 +70,11 @@ class LaplaceSamplePaths:
 
     @property
     def num_paths(self) -> int:
-        """The number k."""
+        """Number of functions."""
         return self.update.shape[-1]
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Values at test inputs [t, d]: [k, t], or [k, t, C]. Raises ValueError for inputs that do not fit."""
+        """[k, t] or [k, t, C] at inputs [t, d]. Raises ValueError for inputs that do not fit."""
         with graph_for(inputs):
             model, _ = self.snapshot.copies()
             points = checked_inputs(self.inputs, inputs)
@@ -92,7 +92,7 @@ class LaplaceSamplePaths:
 
 @dataclass(frozen=True)
 class LatentBlocks:
-    """The prior at t test points: mean [t, C], K(x, X) [t C, n C] and K(x, x) [t C, t C]."""
+    """The prior's mean [t, C], K(x, X) and K(x, x)."""
 
     mean: Tensor
     test_train: LinearOperator
@@ -100,7 +100,6 @@ class LatentBlocks:
 
 
 def latent_blocks(model: GP, train: Sequence[Tensor], test: Sequence[Tensor], products: KernelProducts) -> LatentBlocks:
-    """The blocks for inputs [n, d] and [t, d]; tiles are not cached."""
     joint = prior_at(model, [stacked(x, points) for x, points in zip(train, test, strict=True)])
     once = replace(products, cache_memory=0)
     points, latents = train[0].shape[-2], num_latents(joint)
@@ -115,7 +114,7 @@ def latent_blocks(model: GP, train: Sequence[Tensor], test: Sequence[Tensor], pr
 
 
 def latent_covariance(model: GP, points: Sequence[Tensor], products: KernelProducts) -> Tensor:
-    """Dense K(x, x) [*b, t C, t C], by batch member: `forward` for C functions may not accept batches."""
+    """Dense K(x, x) [*b, t C, t C], member by member: `forward` may not accept batches."""
     once = replace(products, cache_memory=0)
     batch = points[0].shape[:-2]
     members = zip(*(x.reshape(-1, *x.shape[-2:]) for x in points), strict=True)
@@ -124,7 +123,7 @@ def latent_covariance(model: GP, points: Sequence[Tensor], products: KernelProdu
 
 
 def _latent_terms(distribution: MultivariateNormal) -> tuple[list[KernelTerm], bool]:
-    """A prior's kernels, and whether it couples the functions."""
+    """Kernels, and whether they couple the functions."""
     covariance = distribution.lazy_covariance_matrix
     if isinstance(covariance, BlockInterleavedLinearOperator):
         return kernel_terms(covariance.base_linear_op), False

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 #: Test points per chunk of k(x, X) Q.
 CHUNK_POINTS = 1024
-#: Further actions of the default solver, some ten products: few Newton steps leave much of the variance undetermined.
+#: Of the default solver: few Newton steps leave much of the variance undetermined.
 COVARIANCE_ACTIONS = 100
 #: Largest negative variance from rounding, relative to the prior's.
 NEGATIVE_VARIANCE = 1e-6
@@ -53,8 +53,8 @@ class VarianceSplit:
 
     Attributes:
         total: mathematical + computational, [*b, t] or [*b, t, C].
-        mathematical: the variance of exact computation at the same curvature; without refinements Laplace's.
-        computational: the part that more computation would remove.
+        mathematical: of exact computation at the same curvature.
+        computational: what more computation would remove.
     """
 
     total: Tensor
@@ -65,22 +65,18 @@ class VarianceSplit:
 class LaplacePosterior:
     """The latent posterior at x is `posterior(x)`.
 
-    The constructor finds the mode and refines it. A change of hyperparameters or data, noticed by value, starts another
-    search from the old mode.
+    The constructor finds the mode and refines it. Changed hyperparameters or data start another search from the old mode.
 
     Args:
         model: with training data; its `forward` returns the prior.
-        likelihood: any that factorises over points.
-        solver: None is `LaplaceCholesky()` up to n C = 2,000, else `LaplaceNewton(num_covariance_actions=100)`.
-        products: options of kernel products.
+        likelihood, solver, num_refinements: as in `IterativeLaplaceGP`.
         seed: for sample paths and covariance actions.
         initial_weights: warm start v [n, C].
         params: for the likelihood's `forward` at the training points.
         progress: as in `LaplaceMarginalLogLikelihood`.
-        num_refinements: see `IterativeLaplaceGP`.
 
     Raises:
-        ValueError: num_refinements is no count; data are non-finite, do not fit, or have changed while params are given.
+        ValueError: data are not finite, do not fit, or have changed while params are given.
         NonFiniteError: from the solver.
 
     Warns:
@@ -111,7 +107,7 @@ class LaplacePosterior:
 
     @property
     def num_refinements(self) -> int:
-        """Number of refinements; missing ones are computed when needed. Setting a non-count raises ValueError."""
+        """Number of refinements, computed when needed."""
         return self._num_refinements
 
     @num_refinements.setter
@@ -121,23 +117,18 @@ class LaplacePosterior:
 
     @property
     def solution(self) -> LaplaceSolution:
-        """The current mode, after all refinements."""
+        """The mode, after all refinements."""
         return self._current().solution
 
     @property
     def report(self) -> ModeReport:
-        """Report on the current mode and its refinements."""
+        """Of the mode and its refinements."""
         return self._current().report
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
-        """The latent posterior at test inputs [*b, t, d].
+        """The latent posterior [*b, t] or, for several functions, [*b, t, C] at test inputs [*b, t, d].
 
-        Returns:
-            A MultivariateNormal [*b, t] or, for several functions, MultitaskMultivariateNormal [*b, t, C]. Gradients flow
-            only to inputs. Memory O(t C rank).
-
-        Raises:
-            ValueError: non-finite inputs, or inputs that do not fit.
+        Only inputs receive gradients. Raises ValueError for inputs that are not finite or do not fit.
         """
         fit = self._current()
         with graph_for(inputs):
@@ -153,10 +144,7 @@ class LaplacePosterior:
             return MultitaskMultivariateNormal(mean, covariance)
 
     def moments(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Means [*b, t, C] and covariance blocks [*b, t, C, C] of single points, float64, without gradients.
-
-        Cost: O(t n C) for the kernel, in chunks of `CHUNK_POINTS`.
-        """
+        """Means [*b, t, C] and covariances [*b, t, C, C] of single points, float64, without gradients."""
         fit = self._current()
         with torch.no_grad():
             points = _checked(fit, inputs)
@@ -171,12 +159,9 @@ class LaplacePosterior:
             return torch.cat(means).view(shape), torch.cat(blocks).view(*shape, latents)
 
     def split_variance(self, *inputs: Tensor, tolerance: float = 1e-4) -> VarianceSplit:
-        """The variance at test inputs [*b, t, d] and its parts, for a few hundred points.
+        """The variance at test inputs [*b, t, d] and its parts.
 
-        Cost: conjugate gradients with t C columns, to the relative residual `tolerance`.
-
-        Warns:
-            ConvergenceWarning: the tolerance was not reached.
+        Solves with t C columns to the relative residual `tolerance`, or warns with ConvergenceWarning.
         """
         total = self.moments(*inputs)[1].diagonal(dim1=-2, dim2=-1)
         fit = self._current()
@@ -188,18 +173,12 @@ class LaplacePosterior:
         return VarianceSplit(total, mathematical, total - mathematical)
 
     def sample_paths(self, num_paths: int, *, num_frequencies: int = 4096) -> LaplaceSamplePaths:
-        """Draws posterior functions, without computational uncertainty; one solve for all paths.
+        """Draws posterior functions, without computational uncertainty, by one solve for all.
 
-        f + f_p(.) - k(., X) zeta, f_p from random features, zeta = P (f_p(X) + e).
-
-        Raises:
-            SpectralDensityMissingError: a kernel without a registered spectral density.
-
-        Warns:
-            ConvergenceWarning: the solve did not reach its tolerance.
+        Raises SpectralDensityMissingError; warns with ConvergenceWarning.
         """
         fit = self._current()
-        # The functions stay differentiable after an outer inference mode.
+        # Paths are differentiable after an inference mode.
         with torch.inference_mode(False), torch.no_grad():
             generator = torch.Generator().manual_seed(self._seed + 1)
             functions = PriorFunctions.draw(
@@ -222,7 +201,7 @@ class LaplacePosterior:
             if fit is not None and not fit.snapshot.describes(self.model, self.likelihood):
                 fit, initial_weights = None, fit.mode_weights
             elif fit is not None and len(fit.stats) - 1 > self.num_refinements:
-                fit = None  # a warm start would compute a smaller subspace
+                fit = None  # a warm start would keep fewer actions
             self._fit = self._refined(self._found(initial_weights) if fit is None else fit)
             return self._fit
 
@@ -241,7 +220,6 @@ class LaplacePosterior:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _found(self, initial_weights: Tensor | None) -> LaplaceFit:
-        """The mode without refinements."""
         check_has_data(self.model)
         check_inputs(self.model)
         snapshot = ModelSnapshot.of(self.model, self.likelihood)
@@ -278,7 +256,7 @@ class LaplacePosterior:
     def _conditioned(
         self, fit: LaplaceFit, columns: Tensor, points: list[Tensor]
     ) -> tuple[Tensor, Tensor, LinearOperator]:
-        """Posterior means [t C], K(x, X) Q [t C, B] and K(x, x) [t C, t C]."""
+        """Means [t C], K(x, X) Q [t C, B], K(x, x)."""
         blocks = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
         found = product(blocks.test_train, columns)
         return blocks.mean.reshape(-1) + found[:, 0], found[:, 1:], blocks.test_test
@@ -288,12 +266,11 @@ class LaplacePosterior:
         blocks = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
         whitened = fit.solution.curvature.root_t(blocks.test_train.to_dense().double().mT)
         solution = self._solve(fit, whitened, tolerance=tolerance)
-        # With the residual its error is of second order in the solve's: large kernel terms cancel in the variance.
+        # The residual makes the error second order in the solve's: large terms cancel in the variance.
         known = (solution.value.double() * (whitened + solution.residual.double())).sum(0).view(-1, latents)
         return (point_blocks(blocks.test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)
 
     def _solve(self, fit: LaplaceFit, columns: Tensor, *, tolerance: float) -> Solution:
-        """(I + R^T K R)^-1 columns."""
         dtype, system = fit.prior.operator.dtype, WhitenedSystem.at(fit.prior.operator, fit.solution)
         with reporting_solve(self._progress) as callback:
             found = system.solve(columns, tolerance, callback)
@@ -313,14 +290,12 @@ def _checked(fit: LaplaceFit, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _chunks(points: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Chunks [s, d], at least one."""
     flat = [x.flatten(0, -2) for x in points]
-    for start in range(0, max(len(flat[0]), 1), CHUNK_POINTS):
+    for start in range(0, max(len(flat[0]), 1), CHUNK_POINTS):  # at least one chunk
         yield [x[start : start + CHUNK_POINTS] for x in flat]
 
 
 def _clamped(blocks: Tensor, prior: Tensor, dtype: torch.dtype) -> Tensor:
-    """Blocks without negative variances; warns beyond rounding."""
     variances, scale = (part.diagonal(dim1=-2, dim2=-1) for part in (blocks, prior))
     if (variances < -NEGATIVE_VARIANCE * scale).any():
         warn(
