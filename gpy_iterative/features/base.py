@@ -49,7 +49,6 @@ class MinibatchReport(Report):
     Attributes:
         value: result of `forward`, [].
         steps: training steps so far.
-        seconds: wall-clock time of `forward`.
     """
 
     value: Tensor
@@ -68,15 +67,15 @@ class MinibatchReport(Report):
 class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     """Base of the mini-batch marginal log likelihoods.
 
-    The run's parts "weights" (state) and "parameters" (of the module) are float64 and not in `state_dict()`.
+    The run's parts "weights" and "parameters" (of the module) are float64 and not in `state_dict()`.
 
     Attributes:
-        progress: of passes over all data: True shows a bar, a callable gets every `ProgressReport`.
+        progress: True shows a bar for passes, a callable gets every `ProgressReport`.
         report: of the last step.
     """
 
     needs_features = True
-    #: Weights of the basis (variances c), else of scaled features (variances 1).
+    #: Weights of the basis, else of scaled features.
     centred = False
 
     def __init__(
@@ -111,7 +110,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
     @abstractmethod
     def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
-        """Estimate of -2 log p(y) - n log(2 pi), and the run after a step."""
+        """Estimate of -2 log p(y) - n log(2 pi), and the next run."""
 
     @abstractmethod
     def _weights(self, run: Run) -> WeightDistribution: ...
@@ -130,19 +129,18 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     ) -> Tensor:
         """Estimate of the log marginal likelihood divided by n, with priors and added loss terms, from one batch.
 
-        In training mode with gradients, a call draws a batch and updates the state; else it evaluates the next batch and
-        changes nothing. New data cause a pass over them.
+        In training mode with gradients, a call draws a batch and updates the state; else it evaluates the next batch.
 
         Args:
             function_dist: the prior `model(train_x)` at all training inputs, [n].
             target: [n].
-            indices: rows [b] of the batch; None draws them.
-            params, kwargs: passed to the likelihood.
+            indices: rows [b]; None draws them.
+            params, kwargs: for the likelihood.
 
         Raises:
             ValueError: arguments do not fit, are not finite or out of range; a layer depends on the batch.
-            NonFiniteError: a hyperparameter, feature or loss is not finite, or from `.backward()` a gradient; parameters,
-                `.grad` and state stay unchanged.
+            NonFiniteError: a hyperparameter, feature or loss is not finite, or from `.backward()` a gradient; nothing
+                changes.
         """
         start = time.perf_counter()
         check_autocast()
@@ -269,7 +267,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return self._run.having(parameters=dict(self.named_parameters(recurse=False)))
 
     def _differentiable(self, run: Run) -> Run:
-        # The run's values with gradients to the module's parameters.
+        # Values of the run, gradients to the module's parameters.
         parameters = {}
         for name, value in run.parts["parameters"].items():
             own = self._parameters[name]
@@ -352,7 +350,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _count_features(self) -> int:
-        # Also without features an RFFKernel draws its frequencies here: saved states have them.
+        # An RFFKernel draws its frequencies here: saved states have them.
         if self.needs_features:
             check_layers(self.model, batches=True)
         prior = prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()])
@@ -369,7 +367,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return self
 
     def _move_run(self, function: Callable[[Tensor], Tensor]) -> None:
-        # Weights and parameters stay float64; counts and rows stay on their device.
+        # Weights and parameters stay float64, counts and rows on their device.
         device = self._train_inputs()[0].device
         parts = {name: self._run.parts.get(name, {}) for name in ("weights", "parameters")}
         moved = {name: {key: tensor.to(device) for key, tensor in part.items()} for name, part in parts.items()}
@@ -378,7 +376,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             self._params.apply(function)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Saves nothing: a `state_dict()` is that of GPyTorch's class."""
+        """Saves nothing, as GPyTorch's classes."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Nothing was saved."""
@@ -389,7 +387,7 @@ def num_steps(run: Run) -> int:
 
 
 def _layout(run: Run) -> dict[str, object]:
-    """Shapes and dtypes; only names of entries whose shape changes."""
+    """Shapes and dtypes, or names of entries whose shape changes."""
     fixed = ("weights.", "parameters.")
     return {
         name: (tensor.shape, tensor.dtype) if name.startswith(fixed) else () for name, tensor in run.to_dict().items()

@@ -1,6 +1,6 @@
 """SCGD.
 
-Shoham and Avron, "Unbiased Stochastic Optimization for Gaussian Processes on Finite Dimensional RKHS", section 4.2.
+Shoham and Avron, section 4.2: see `minimax.py`.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ from gpy_iterative.training.run import Run
 class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """Marginal likelihood by stochastic compositional gradient descent (SCGD).
 
-    A moving average tracks the weights' posterior precision P = I + sum_i z_i z_i^T / s_i; its inverse gives the
-    log-determinant's gradient. The weights are parameters: train with `Adam(mll.parameters())`. The value is not a bound.
+    A moving average of the weights' posterior precision P gives the log-determinant's gradient. The weights are parameters:
+    train with `Adam(mll.parameters())`. The value is not a bound.
 
     Args:
         likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.
-        tracker_rate: b_t, as in `VariationalFeatureMarginalLogLikelihood`. The inverse of an average over
-            N = b (2 - b_t) / b_t rows is too large by 1 / (1 - m / N).
+        tracker_rate: as there. At a rate r, the inverse of the average over N = b (2 - r) / r rows is too large by
+            1 / (1 - m / N).
 
     Unlike in the paper, the first P is exact, batch sums are weighted by n / b, and P is divided by the noise.
     """
@@ -65,10 +65,10 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         batch, weights = self._batch(problem, rows), self._weights(run)
         loss = surrogate(batch, weights.mean, weights.root, weights.root)
         with torch.no_grad():
-            # The value has log|P|, the gradient is that of <P^-1, batch estimate of P>.
+            # Value of log|P|, gradient of <P^-1, batch estimate of P>.
             nothing = torch.zeros_like(weights.root[:, :1])
             value = surrogate(batch, weights.mean, nothing, nothing) - weights.log_determinant
-            # Before the optimiser's step, as in the paper.
+            # Before the optimiser's step.
             rate = self.tracker_rate(num_steps(run))
             tracked = torch.lerp(run.parts["weights"]["precision"], batch.precision(), rate)
         return loss - loss.detach() + value, run.having(weights={"precision": tracked})

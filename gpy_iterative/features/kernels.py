@@ -26,7 +26,7 @@ class WeightSpaceFeatures:
 
     Attributes:
         basis: [*b, n, m].
-        variances: of the weights, [*b, m], positive. They contain the outputscales.
+        variances: [*b, m], positive, with outputscales.
     """
 
     basis: Tensor
@@ -45,8 +45,8 @@ class WeightSpaceFeatures:
 class FiniteFeatureKernel(Kernel):
     """Base of kernels k(x, x') = features(x)^T features(x') with m features.
 
-    A subclass defines `features`, and `weight_space_features` if it can separate scales. GPyTorch's ExactGP then computes
-    with m x m matrices if m < n.
+    A subclass defines `features`, and `weight_space_features` to separate scales. GPyTorch's ExactGP then computes with
+    m x m matrices.
     """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class FiniteFeatureKernel(Kernel):
         return LinearPredictionStrategy(train_inputs, train_prior_dist, train_labels, likelihood)
 
 
-#: A function of inputs [*b, n, d] with active dims only.
+#: From inputs [*b, n, d] with active dims only.
 FeatureMap = Callable[[Tensor], WeightSpaceFeatures]
 _REGISTRY: dict[type[Kernel], Callable[[Kernel], FeatureMap]] = {}
 
@@ -106,6 +106,7 @@ def register_feature_map(
 
 
 def has_feature_map(kernel: Kernel) -> bool:
+    """Whether `feature_map` knows the kernel."""
     try:
         feature_map(kernel)
     except ValueError:
@@ -212,6 +213,7 @@ def _product(kernel: kernels.ProductKernel) -> FeatureMap:
 
 
 def concatenated(parts: list[WeightSpaceFeatures]) -> WeightSpaceFeatures:
+    """Features of a sum of kernels."""
     if len(parts) == 1:
         return parts[0]
     batch = torch.broadcast_shapes(*(part.basis.shape[:-1] for part in parts))
@@ -230,13 +232,12 @@ def _times(left: WeightSpaceFeatures, right: WeightSpaceFeatures) -> WeightSpace
 class DeepFeatureKernel(FiniteFeatureKernel):
     """k(x, x') = base_kernel(network(x), network(x')), for a base kernel with a finite feature map.
 
-    Mini-batch methods run the network on their batch; a network in the model's `forward` runs on all data.
+    Mini-batch methods run this network on their batch, but one in the model's `forward` on all data.
 
     Args:
         feature_extractor: a module from [*b, n, d] to [*b, n, e], row by row: batch normalisation in evaluation mode.
         base_kernel: such as `ScaleKernel(LinearKernel())`, m = e, or
             `ScaleKernel(RFFKernel(num_samples=500, num_dims=e))`, m = 1000.
-        kwargs: of `gpytorch.kernels.Kernel`.
 
     Raises:
         ValueError: base_kernel has no finite feature map.

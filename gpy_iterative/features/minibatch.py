@@ -17,8 +17,8 @@ from gpy_iterative.training.run import Run
 class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """Log marginal likelihood of a batch without the other data, divided by its size (BSGD).
 
-    The optimum is biased, less for larger b. Any kernel works; `exact_value` and `posterior` need finite feature maps,
-    and there is no `gap`. A step costs b^3 + b^2 m, or b^3 and b^2 kernel values without features.
+    The optimum is biased, less for larger b. Any kernel works; `exact_value` and `posterior` need finite feature maps.
+    A step costs b^3 + b^2 m, or b^3 and b^2 kernel values.
 
     Args:
         likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.

@@ -23,21 +23,19 @@ from gpy_iterative.worker_threads import CPU
 DUE, DONE = {"is_due": torch.tensor(True, device=CPU)}, {"is_due": torch.tensor(False, device=CPU)}
 #: mu="auto" over the smallest mu with an exact saddle point.
 MARGIN = 1.2
-#: Step of B along (A - P) / |A|.
+#: Step along (A - P) / |A|.
 DUAL_STEP = 0.5
 
 
 class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
-    """Marginal likelihood by stochastic gradient descent and ascent, for comparison with the paper.
+    """Marginal likelihood by stochastic gradient descent and ascent.
 
     A matrix A replaces the weights' posterior precision P in log|P|, with the penalty mu |A - P| / |A| (Frobenius norms),
     the maximum over |B| <= 1 of mu <B, A - P> / |A|. Weights and A are parameters: train with `Adam(mll.parameters())`.
-    The next call projects A to eigenvalues of at least the prior's, and moves B by an independent batch.
 
     Args:
         likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.
-        mu: "auto" is 1.2 |P| |P^-1| at every refresh. Above |P| |P^-1| >= m the saddle point is exact; below, A = P is no
-            local minimum. The paper has 1.
+        mu: "auto" is 1.2 |P| |P^-1| at every refresh; above |P| |P^-1| >= m the saddle point is exact. The paper has 1.
 
     A step takes two batches and an m x m eigendecomposition. Unlike in the paper, A and B start at the saddle point, P is
     divided by the noise, and A by the first P's mean diagonal.
@@ -74,7 +72,7 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         self._run = self._run.having(weights=weights, ascent=DONE, other_rows=NO_ROWS)
 
     def training_state(self) -> dict[str, Tensor]:
-        """Completes the last step first."""
+        """See `Resumable.training_state`; completes the last step."""
         if self._run.parts["ascent"]["is_due"]:
             self._commit(self._begun(*self._train_problem()))
         return super().training_state()

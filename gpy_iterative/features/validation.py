@@ -10,7 +10,6 @@ from torch import Tensor
 from gpy_iterative.changes import SeenVersions
 from gpy_iterative.errors import BiasWarning, warn
 
-#: Rows alone and with others.
 FEW_ROWS, MANY_ROWS = 2, 16
 #: Largest relative difference from rounding, even in half precision.
 SAME_ROWS = 0.01
@@ -20,10 +19,7 @@ STEPS_ALONE = 10
 @torch.inference_mode(False)
 @torch.no_grad()
 def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-    """Raises ValueError if `moments`, mean [k] and covariance [k, k] of the first k data, depend on the batch or on chance.
-
-    Buffers and torch's generator stay unchanged.
-    """
+    """Raises ValueError if `moments`, mean [k] and covariance [k, k] of the first k data, depend on the batch or chance."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
     found = []
@@ -67,7 +63,7 @@ class StandstillWatch:
         self._own, self._hyperparameters = SeenVersions(), SeenVersions()
 
     def see(self, own: Sequence[Tensor], hyperparameters: Sequence[Tensor], trains: bool) -> None:
-        """To call at every step; `trains`: it draws a batch."""
+        """To call at every step; `trains` ones draw batches."""
         weights = [parameter for parameter in own if parameter.requires_grad]
         stands = not trains or (bool(weights) and self._own.are(weights))
         self._steps = self._steps + 1 if stands and not self._hyperparameters.are(hyperparameters) else 0

@@ -1,4 +1,4 @@
-"""Mini-batch bound on the marginal likelihood, from log|F| = min_S tr(S F) - log|S| - m."""
+"""Mini-batch bound, from log|F| = min_S tr(S F) - log|S| - m."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -25,28 +25,25 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """Mini-batch estimate of a lower bound on the log marginal likelihood with the same maximum.
 
     At the posterior of the weights N(v, S), value and hyperparameter gradient are exact; `gap()` measures the distance.
-    Every training call moves the state, so line searches and L-BFGS do not work.
+    Every training call moves the state, so L-BFGS does not work.
 
     Args:
         likelihood: Gaussian with independent noise.
         model: an ExactGP with one output and finite feature maps.
-        batch_size: rows per step; None is 256, or all data if fewer.
-        update: "natural" takes natural gradient steps: moving averages of the weights' precision and moment. With
-            "gradient", v and a triangular root of S are parameters: train with `Adam(mll.parameters())`.
-        tracker_rate: step size in (0, 1] of "natural", or a function of the step (from 0); None falls from
-            min(.05, .1 b / m) to .001 with the square root of the steps. Take .2 for deep kernels with little noise.
-        include_batch: "natural" weights contain half of the next update, to follow a network; the bias is of second order
-            in the rate. Off is unbiased.
-        centred: weights of features before scaling (outputscales, a LinearKernel's variances). Off is slow with
-            update="gradient".
-        generator: a generator or a seed; None takes the seed of `torch.manual_seed`.
+        batch_size: rows per step; None is 256.
+        update: "natural" takes natural gradient steps. With "gradient", v and a root of S are parameters: train with
+            `Adam(mll.parameters())`.
+        tracker_rate: natural step size in (0, 1], or a function of the step; None falls from min(.05, .1 b / m) to .001
+            with the square root of the steps.
+        include_batch: natural weights contain half of the next update, to follow a network, with little bias.
+        centred: weights of unscaled features. Off is slow with update="gradient".
+        generator: a generator or a seed; None takes that of `torch.manual_seed`.
 
-    The first call and `refresh()` make a pass over the data, n m^2. A step costs b features, b m^2, and m^3 (natural);
-    memory m^2 + b m.
+    The first call and `refresh()` cost n m^2, a step b features, b m^2, and m^3 (natural); memory m^2 + b m.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an option outside its range, a kernel without a finite feature map.
+        ValueError: an option is out of range, or the kernel has no finite feature map.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)
@@ -86,7 +83,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             self._run = self._run.having(weights={"precision": identity, "moment": zeros})
         else:
             self.mean = torch.nn.Parameter(zeros)
-            # The diagonal's logarithm: the diagonal stays positive.
+            # With the logarithm of its diagonal, which stays positive.
             self.raw_root = torch.nn.Parameter(torch.zeros_like(identity))
 
     def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:

@@ -1,4 +1,4 @@
-"""The largest lower bound on the log marginal likelihood by a Gaussian in the span of the actions S.
+"""The largest lower bound by a Gaussian in the span of the actions S.
 
 With features Psi = K S L^-T, L L^T = S^T K S, the prior is f = m + Psi u + rest, u ~ N(0, I). For any q(u) = N(b, Q^-1),
 
@@ -34,7 +34,7 @@ from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.linear_solvers.solution import SolveStatus
 
-#: Jitter of covariance blocks, relative to the prior's.
+#: Relative jitter of covariance blocks.
 JITTER = 1e-6
 #: Largest step in standard deviations of q; squared, largest promised rise in nats.
 TOLERANCE = 1e-5
@@ -57,7 +57,7 @@ class BoundProblem:
         return columns.view(*self.mean.shape, columns.shape[-1])
 
     def precision(self, sites: Tensor) -> Tensor:
-        """Q = I + Psi^T sites Psi."""
+        """Q for given sites."""
         matrix = self.features.mT @ (sites @ self.by_point(self.features)).flatten(0, 1)
         matrix = (matrix + matrix.mT) / 2
         matrix.diagonal().add_(1)
@@ -218,7 +218,7 @@ def _lengths(steps: Sequence[NaturalStep], q: Gaussian) -> Tensor:
 def _mixed(
     problem: BoundProblem, current: Gaussian, steps: Sequence[NaturalStep], lengths: Tensor
 ) -> tuple[Gaussian, float] | None:
-    """Anderson acceleration (Walker and Ni 2011), as full steps overshoot under a wide prior."""
+    """Anderson acceleration (Walker and Ni 2011): full steps overshoot under a wide prior."""
     if len(steps) == 1:
         return None
     changes = lengths[:, :-1] - lengths[:, -1:]
@@ -246,7 +246,7 @@ def _ascended(problem: BoundProblem, current: Gaussian, step: NaturalStep) -> tu
 
 
 def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> tuple[Gaussian, float] | None:
-    """The trial and its promised rise, if the bound rises enough."""
+    """With the promised rise, if the bound rises enough."""
     if trial is None:
         return None
     moved = (step.residual * (trial.coefficients - current.coefficients)).sum()

@@ -1,6 +1,6 @@
 """Laplace's evidence and its gradient.
 
-    L = sum log p(y | f) - v^T (f - m) / 2 - log det(I + R^T K R) / 2,  W = R R^T,
+    L = sum log p(y | f) - v^T (f - m) / 2 - log det H / 2,  H = I + R^T K R,  W = R R^T,
 
 at f = m + K v, v = d log p / df. With the fixed posterior covariance Sigma, s = d/df (-1/2 sum <Sigma_n, W_n(f_n)>) and the
 adjoint u = (I + W K)^-1 s of the moving mode,
@@ -8,9 +8,9 @@ adjoint u = (I + W K)^-1 s of the moving mode,
     dL/dK = v v^T / 2 + u v^T - P / 2,   dL/dm = v + u,
     dL/dphi = d_phi [log p(y | f) + (K u)^T g(f) - 1/2 sum <Sigma_n, W_n(f_n)>].
 
-W in u is the true, perhaps indefinite, negative Hessian; P = R H^-1 R^T, H = I + R^T K R and Sigma = K - K P K use the
-semi-definite curvature (Rasmussen and Williams 2006, section 5.5.1, for diagonal W). With probes xi of covariance S and the
-actions' part Q Q^T = R G R^T of P,
+W in u is the true, perhaps indefinite, negative Hessian; P = R H^-1 R^T and Sigma = K - K P K use the semi-definite
+curvature (Rasmussen and Williams 2006, section 5.5.1, for diagonal W). With probes xi of covariance S and the actions' part
+Q Q^T = R G R^T of P,
 
     tr(P dK) = tr(Q^T dK Q) + E[(R (H^-1 - G) xi)^T dK (R (I - G H) S^-1 xi)],
     K P K = K Q Q^T K + E[(K R (H^-1 - G) xi) (K R (I - G H) S^-1 xi)^T].
@@ -35,9 +35,7 @@ from gpy_iterative.linear_solvers.logdet.lanczos import stochastic_logdet
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.surrogate import surrogate
 
-#: Probes of the value's log-determinant.
 NUM_LOGDET_PROBES = 4
-#: For an indefinite Hessian.
 MAX_ADJOINT_PRODUCTS = 500
 
 
@@ -52,7 +50,7 @@ class ObjectiveEstimate:
     mean_weights: Tensor  # dL/dm, [n C]
     likelihood_terms: Callable[[], Tensor]  # with dL/dphi
     status: SolveStatus
-    advice: str  # if the mode was reached, but not all else
+    advice: str  # if only the mode was reached
     diagonal: Tensor | None = None  # more for K's diagonal blocks, [n, C, C]
     probe_epochs: float = 0.0
 
@@ -129,7 +127,7 @@ def stochastic_evidence(
     solved = system.solve(probes.vectors, tolerance)
     root = solution.root
     known = curvature.root_t(curvature.pinv(root))  # G = known known^T
-    # G times the residual makes the solve's error orthogonal to the actions.
+    # Makes the solve's error orthogonal to the actions.
     unknown = solved.value.double() + known @ (known.mT @ (solved.residual - probes.vectors).double())
     dual = probes.dual.double()
     left, right = curvature.root(unknown), curvature.root(dual)
@@ -188,7 +186,7 @@ def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance:
     with torch.inference_mode(False), torch.enable_grad():
         point = latent.detach().clone().requires_grad_()
         total = likelihood.weighted_curvature(point, covariance)
-        if not total.requires_grad:  # a constant curvature
+        if not total.requires_grad:  # constant curvature
             return torch.zeros_like(latent).flatten()
         (source,) = torch.autograd.grad(total, point, materialize_grads=True)
     return source.flatten()
@@ -207,12 +205,12 @@ def _adjoint(
 def _indefinite_adjoint(
     prior: LatentPrior, hessian: Tensor, source: Tensor, tolerance: float
 ) -> tuple[Tensor, float, SolveStatus]:
-    """As `_adjoint` for an indefinite W: conjugate gradients on K^-1 + W, preconditioned with K."""
+    """For an indefinite W: conjugate gradients on K^-1 + W, preconditioned with K."""
 
     def product(x: Tensor) -> Tensor:
         return prior.matmul(x.unsqueeze(-1)).squeeze(-1)
 
-    # The solution K u and its residual are kept as u and images under K, which avoids K^-1.
+    # The solution is K u: no product with K^-1.
     u, residual = torch.zeros_like(source), source.clone()
     image = product(residual)
     direction, direction_image = residual.clone(), image.clone()

@@ -46,7 +46,7 @@ Objective = Literal["laplace", "elbo"]
 class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
     """Laplace's approximation of the log marginal likelihood, divided by the number of targets.
 
-    Every call finds the mode, with a warm start; the gradient includes how the mode moves.
+    Every call finds the mode; the gradient includes how the mode moves.
 
     Args:
         likelihood: the model's.
@@ -58,11 +58,11 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         tolerance: relative residual of the solves for the gradient.
         products: None takes the model's.
         generator: a seed, or a generator, which is copied.
-        progress: True shows bars; a callable gets every `gpy_iterative.progress.ProgressReport`.
+        progress: True shows bars; a callable gets every `ProgressReport`.
 
     Raises:
         UnsupportedLikelihoodError: Laplace's method does not suit the likelihood.
-        ValueError: an option outside its range, or not the model's likelihood.
+        ValueError: an option is out of range, or the likelihood not the model's.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         Args:
             function_dist: the prior `model(train_x)`: [n], [C, n] or, multitask, [n, C].
             target: [n], or multitask [n, C].
-            params: passed to an unregistered likelihood's `forward`.
+            params: for an unregistered likelihood's `forward`.
 
         Raises:
-            ValueError: data do not fit, are not finite or outside the support.
+            ValueError: unsuitable data.
             NonFiniteError: a hyperparameter or value is not finite, or from `.backward()` a gradient; nothing changes.
             RuntimeError: the model is in evaluation mode.
         """

@@ -48,7 +48,7 @@ class IterativeLaplaceGP(GP):
 
     Raises:
         UnsupportedLikelihoodError: Laplace's method does not suit the likelihood.
-        ValueError: non-finite inputs, targets that do not fit, invalid counts.
+        ValueError: unsuitable data or options.
 
     Examples:
         >>> class Classifier(gpi.models.IterativeLaplaceGP):
@@ -99,10 +99,7 @@ class IterativeLaplaceGP(GP):
     def set_train_data(
         self, inputs: Tensor | Iterable[Tensor] | None = None, targets: Tensor | None = None, strict: bool = False
     ) -> None:
-        """Replaces the training data by data of any size.
-
-        Raises ValueError for non-finite inputs or targets that do not fit, and changes nothing.
-        """
+        """Replaces the training data by data of any size, or raises ValueError and changes nothing."""
         before = self.train_inputs, self.train_targets
         new_inputs = before[0] if inputs is None else _as_inputs(inputs)
         new_targets = before[1] if targets is None else targets
@@ -165,7 +162,7 @@ class IterativeLaplaceGP(GP):
             params: for the likelihood's `forward` at the training points; None takes the last ones.
             progress: as in `LaplaceMarginalLogLikelihood`.
 
-        Raises ValueError if `forward` contradicts num_latents, and the errors of `LaplacePosterior`.
+        Raises ValueError if `forward` contradicts num_latents; see `LaplacePosterior`.
         """
         given, options = (initial_weights, solver, products, params), (self.solver, self.products, self.seed)
         is_asked = progress is not False or any(argument is not None for argument in given)
@@ -200,8 +197,8 @@ class IterativeLaplaceGP(GP):
         """Class probabilities at test inputs [*b, t, d].
 
         Args:
-            method: for a softmax "pairwise" (closed form, underconfident), "diagonal" (closed form without covariances) or
-                "mc" (samples); for all likelihoods "mode", without the latent variance.
+            method: for a softmax "pairwise" (underconfident), "diagonal" (no covariances) or "mc" (samples); for all
+                likelihoods "mode" (no latent variance).
             num_samples: for "mc".
 
         Returns:
@@ -209,7 +206,7 @@ class IterativeLaplaceGP(GP):
 
         Raises:
             UnsupportedLikelihoodError: a likelihood without classes.
-            ValueError: inputs that do not fit, an unknown method.
+            ValueError: unsuitable inputs, an unknown method.
         """
         check_predictive_method(method)
         mean, covariance = self.posterior().moments(*inputs)
@@ -226,10 +223,10 @@ class IterativeLaplaceGP(GP):
         num_samples: int = 1000,
         params: Sequence[Any] = (),
     ) -> Tensor:
-        """Log p(y | x, data) [t] at test inputs [t, d], by closed forms or quadrature where possible, else samples.
+        """Log p(y | x, data) [t], by closed forms or quadrature where possible, else samples.
 
         Args:
-            inputs_and_targets: test inputs, then targets [t].
+            inputs_and_targets: test inputs [t, d], then targets [t].
             method, num_samples: see `predict_proba`.
             params: for the likelihood's `forward` at the test points.
 

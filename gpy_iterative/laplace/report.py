@@ -17,10 +17,10 @@ class LaplaceReport(Report):
         iterations: Newton steps.
         epochs: kernel products for the mode.
         probe_epochs: kernel products for the gradient.
-        stationarity: gradient norm of the log joint density, relative to that of the log likelihood.
+        stationarity: see `LaplaceSolution`.
         rank: number of actions.
         value, value_sem: result of `forward`, and its standard error from log-determinant probes, [].
-        far_field_error: as in `MarginalLogLikelihoodReport`, without a comparison with exact rows.
+        far_field_error: as in `MarginalLogLikelihoodReport`, but not compared with exact rows.
     """
 
     status: SolveStatus

@@ -48,7 +48,7 @@ class SpectralDensity(ABC):
         return None
 
     def widened(self, kernel: kernels.Kernel, draws: Draws, uniform: Callable) -> Draws:
-        """Draws with more high frequencies, and "importance" [count]: old over new density. The default has no effect."""
+        """Draws with more high frequencies, and "importance" [count]: old over new density. By default unchanged."""
         return draws
 
 
@@ -106,7 +106,7 @@ class StudentT(SpectralDensity):
         chosen, factor = uniform(2, *chi_square.shape)
         chi_square = torch.where(chosen < 0.5, SMALLEST**factor * chi_square, chi_square)
         half, point = torch.full_like(chi_square, degrees / 2), chi_square / 2
-        # Densities of the chi-square without and with the factor, each times the chi-square.
+        # Densities without and with the factor, times the chi-square.
         density = (half * point.log() - point - torch.lgamma(half)).exp()
         below = torch.special.gammainc(half, point / SMALLEST) - torch.special.gammainc(half, point)
         above = torch.special.gammaincc(half, point) - torch.special.gammaincc(half, point / SMALLEST)

@@ -1,4 +1,4 @@
-"""Random Fourier features of a prior covariance: Phi(x) with E[Phi(x) Phi(x')^T] = k(x, x').
+"""Random Fourier features: Phi(x) with E[Phi(x) Phi(x')^T] = k(x, x').
 
 Rahimi and Recht 2007, "Random features for large-scale kernel machines".
 """
@@ -23,11 +23,11 @@ class RandomFourierFeatures:
 
     Args:
         num_frequencies: m of each summand, which has 2 m features.
-        widened: draws more high frequencies of Matern kernels, of which posteriors with many data per lengthscale
-            consist; weights keep the mean.
+        widened: draws more high frequencies of Matern kernels, for posteriors with many data per lengthscale; weights keep
+            the mean.
 
     ConstantKernel, LinearKernel, PolynomialKernel and RFFKernel have exact features. A MultitaskKernel has T consecutive
-    rows per point, and features for each column of a root of the task covariance. Batch members share draws.
+    rows per point. Batch members share draws.
     """
 
     num_frequencies: int
@@ -37,11 +37,7 @@ class RandomFourierFeatures:
         check_count("num_frequencies", self.num_frequencies)
 
     def draw(self, terms: Sequence[KernelTerm], generator: torch.Generator) -> Draws:
-        """Float64 draws, independent of hyperparameters and number of data.
-
-        Raises:
-            SpectralDensityMissingError: a kernel without spectral density.
-        """
+        """Float64 draws, independent of hyperparameters. Raises SpectralDensityMissingError."""
         device = terms[0].inputs.device
 
         # One float32 chi-square in 2^24 would be zero: an infinite frequency.
@@ -50,7 +46,7 @@ class RandomFourierFeatures:
 
         def uniform(*shape: int) -> Tensor:
             draws = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
-            # The quantiles of 0 and 1 are 0 and infinity.
+            # Quantiles of 0 and 1 are 0 and infinity.
             return draws.clamp(1e-12, 1 - 1e-12).to(device)
 
         # Summands of a product of sums share factors.
@@ -94,11 +90,7 @@ class RandomFourierFeatures:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
 
     def leading(self, terms: Sequence[KernelTerm], num_frequencies: int) -> tuple[Tensor, Tensor]:
-        """Columns [k] of Phi of the first frequencies, and factors [k] that keep the variance.
-
-        Raises:
-            ValueError: more frequencies than drawn.
-        """
+        """Columns [k] of the first frequencies, and factors [k] that keep the variance. Raises ValueError."""
         if not 1 <= num_frequencies <= self.num_frequencies:
             raise ValueError(
                 f"num_frequencies must lie between 1 and {self.num_frequencies}, the number drawn; got {num_frequencies}."
@@ -128,7 +120,7 @@ class RandomFourierFeatures:
         return sum(summand.num_features(self.num_frequencies) for summand in summands(terms))
 
     def _blocks(self, terms: Sequence[KernelTerm], draws: Draws) -> Iterator[tuple[slice, Tensor]]:
-        """Blocks of Phi with their rows, at least one."""
+        """Rows and their blocks of Phi, at least one."""
         parts = []
         for summand in summands(terms):
             own = [draws_under(factor.name, draws) for factor in summand.factors]

@@ -19,7 +19,7 @@ from gpy_iterative.spectral.densities import Draws, SpectralDensity, spectral_de
 
 
 def _root(kernel: kernels.Kernel, points: Tensor) -> Tensor:
-    """Phi of a kernel whose `forward` is Phi Phi^T."""
+    # `forward` is Phi Phi^T.
     return cast(RootLinearOperator, kernel.forward(points, points)).root.to_dense()
 
 
@@ -52,10 +52,10 @@ _EXACT: dict[type[kernels.Kernel], Callable[[kernels.Kernel, Tensor], Tensor]] =
 
 @dataclass(frozen=True)
 class Factor:
-    """A stationary kernel and its inputs.
+    """A stationary kernel.
 
     Attributes:
-        name: path in the kernel tree, the prefix of its draws.
+        name: prefix of its draws.
         inputs: [*b, n, d], active dimensions only.
     """
 
@@ -124,15 +124,15 @@ class Summand:
             result = torch.einsum("...nf,...tr->...ntfr", result, self.tasks.to(result)).flatten(-4, -3).flatten(-2)
         if self.scale is None:
             return result
-        # Raises an underflowed scale: the root has an infinite slope at zero.
+        # The root has an infinite slope at zero.
         root = self.scale.masked_fill(self.scale == 0, torch.finfo(self.scale.dtype).tiny).sqrt()
         return result * root.unsqueeze(-1).unsqueeze(-1)
 
     def _trigonometric(self, rows: slice, frequencies: list[Tensor]) -> Tensor:
         phase = torch.zeros((), dtype=torch.float64, device=frequencies[0].device)
         for factor, omega in zip(self.factors, frequencies, strict=True):
-            # Frequencies add: E cos(a + b) = E cos(a) E cos(b) for independent symmetric a, b. float64, since heavy-tailed
-            # densities draw frequencies above 1e6.
+            # Frequencies add: E cos(a + b) = E cos(a) E cos(b) for independent symmetric a, b. They may exceed 1e6, hence
+            # float64.
             phase = phase + factor.inputs[..., rows, :].double() @ omega
         phase = torch.remainder(phase, 2 * torch.pi).to(value_dtype(self.factors[0].kernel, self.factors[0].inputs))
         return torch.cat([phase.sin(), phase.cos()], dim=-1) / frequencies[0].shape[-1] ** 0.5
@@ -142,8 +142,7 @@ def summands(terms: Sequence[KernelTerm]) -> list[Summand]:
     """A sum of kernels, multiplied out.
 
     Raises:
-        SpectralDensityMissingError: a kernel without spectral density or exact features; exact features or tasks in a
-            product.
+        SpectralDensityMissingError: a kernel without features; exact features or tasks in a product.
     """
     return [
         part

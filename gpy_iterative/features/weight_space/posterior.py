@@ -26,7 +26,7 @@ from gpy_iterative.training.training_system import check_has_data, prior_at
 
 @dataclass(frozen=True)
 class PassReport(Report):
-    """A pass over the training data."""
+    """Of a pass over the training data."""
 
     num_data: int
     num_features: int
@@ -36,13 +36,12 @@ class PassReport(Report):
 class WeightSpacePosterior:
     """`posterior(x)` is the exact latent posterior at x; `likelihood(posterior(x))` adds the noise.
 
-    A pass over the training data costs n m^2, t test points t m^2. Changed hyperparameters, data, dtype or device cause
-    another pass. Networks run in evaluation mode.
+    A pass over the training data costs n m^2, t test points t m^2. Changed hyperparameters or data cause another pass.
 
     Args:
         model: an ExactGP with training data and finite feature maps.
         likelihood: Gaussian, with independent noise.
-        params, kwargs: the likelihood's arguments at the training data, such as `noise`.
+        params, kwargs: the likelihood's arguments at the training data.
         seed: of the sample paths.
         progress: True shows a bar, a callable gets every `ProgressReport`.
 
@@ -50,7 +49,7 @@ class WeightSpacePosterior:
         report: of the last pass.
 
     Raises:
-        ValueError: unfit or non-finite data, no finite feature map.
+        ValueError: unsuitable data, or no finite feature map.
         NonFiniteError: hyperparameters or features are not finite.
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
     """
@@ -80,10 +79,7 @@ class WeightSpacePosterior:
             return self._snapshot, self._weights
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
-        """The latent posterior at [*b, t, d]; its covariance is a root of m columns. Only inputs receive gradients.
-
-        Raises ValueError for inputs that do not fit or are not finite.
-        """
+        """The latent posterior at [*b, t, d]; only inputs receive gradients. Raises ValueError for unsuitable inputs."""
         snapshot, weights = self._current()
         model, _ = snapshot.copies()
         points = checked_inputs(list(model.train_inputs or ()), inputs)
@@ -96,17 +92,16 @@ class WeightSpacePosterior:
             )
 
     def sample_paths(self, num_paths: int) -> "WeightSpacePaths":
-        """Draws posterior functions, cost m^2 num_paths. More paths keep the first ones."""
+        """Draws posterior functions, at m^2 each; more paths keep the first ones."""
         check_count("num_paths", num_paths)
         snapshot, weights = self._current()
         generator = torch.Generator().manual_seed(self._seed)
-        # A single draw of more paths would change the first ones.
+        # One draw of more paths would change the first ones.
         draws = [
             torch.randn(len(weights.mean), generator=generator, device=generator.device, dtype=torch.float64)
             for _ in range(num_paths)
         ]
-        # Paths are differentiable after an inference mode.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # differentiable later
             samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1).to(weights.root)
             return WeightSpacePaths(snapshot, samples)
 
@@ -145,7 +140,7 @@ class WeightSpacePaths:
 def _projected(
     prior: MultivariateNormal, vectors: Tensor, root: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Mean + U vectors [*b, t, k], U root [*b, t, m] and jitter, for features U."""
+    """Mean + U vectors [*b, t, k], U root [*b, t, m], jitter."""
     weight_space = WeightSpacePrior(prior)
     basis = weight_space.features().basis.double()
     values = prior.loc.unsqueeze(-1) + (basis @ vectors).to(prior.loc)

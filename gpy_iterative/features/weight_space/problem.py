@@ -1,4 +1,4 @@
-"""A linear model from GPyTorch's prior, likelihood and targets."""
+"""GPyTorch's prior, likelihood and targets as a linear model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from gpy_iterative.linear_operators.prior_parts import KernelTerm, prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.training.progress import Progress, reporting
 
-#: Rows evaluated at a time in a pass.
+#: Rows at a time in a pass.
 CHUNK_SIZE = 4096
 
 
@@ -33,10 +33,10 @@ class FeatureBatch:
     """Rows of a linear model in float64."""
 
     basis: Tensor  # u_i, [b, m]
-    variances: Tensor  # c, prior variances of weights, [m]
+    variances: Tensor  # c, [m]
     residual: Tensor  # y_i - mean_i, [b]
     noise: Tensor  # s_i, [b]
-    weight: float  # n / b, for sums over the batch
+    weight: float  # n / b
 
     def uncentred(self) -> "FeatureBatch":
         """Scaled features, weights of variance 1."""
@@ -44,11 +44,11 @@ class FeatureBatch:
         return replace(self, basis=features, variances=torch.ones_like(self.variances))
 
     def gram(self) -> Tensor:
-        """Sum_i u_i u_i^T / s_i, weighted, [m, m]."""
+        """Weighted sum of P, [m, m]."""
         return self.weight * (self.basis.mT @ (self.basis / self.noise.unsqueeze(-1)))
 
     def moment(self) -> Tensor:
-        """Sum_i u_i r_i / s_i, weighted, [m]."""
+        """Weighted h, [m]."""
         return self.weight * (self.basis.mT @ (self.residual / self.noise))
 
     def precision(self) -> Tensor:
@@ -57,8 +57,6 @@ class FeatureBatch:
 
 
 class WeightSpacePrior:
-    """The lazy kernels of a prior as features."""
-
     def __init__(self, function_dist: MultivariateNormal) -> None:
         parts = prior_parts(function_dist.lazy_covariance_matrix)
         if parts.others:
@@ -85,10 +83,7 @@ class WeightSpacePrior:
 
 
 class WeightSpaceProblem:
-    """A prior at all training inputs [n], independent noise and targets [n].
-
-    `params` and `kwargs` are the likelihood's.
-    """
+    """A prior at all training inputs [n], independent noise and targets [n]."""
 
     def __init__(
         self,
@@ -127,7 +122,7 @@ class WeightSpaceProblem:
         return self._distribution.loc.shape[-1]
 
     def batch(self, rows: Tensor, noise: LinearOperator | None = None) -> FeatureBatch:
-        """Rows [b] as an estimate of all data; `noise` is the covariance at all data, if known."""
+        """Rows [b]; `noise` is the covariance at all data, if known."""
         features = self.prior.features(rows)
         residual, variances = self.residual_and_noise(rows, noise)
         self._check_finite("kernel's features are", features.basis, features.variances)
@@ -136,7 +131,7 @@ class WeightSpaceProblem:
 
     def batches(self) -> Iterator[FeatureBatch]:
         """All rows in chunks, with weight 1."""
-        noise = self._noise_covariance()  # once: it may be evaluated at all inputs
+        noise = self._noise_covariance()  # once: it may be costly
         with reporting(self._progress, "pass", "rows", self.num_data) as tell:
             done = 0
             for rows in torch.arange(self.num_data, device=self._distribution.loc.device).split(CHUNK_SIZE):
@@ -174,7 +169,7 @@ class WeightSpaceProblem:
                 "diagonal. HutchinsonMarginalLogLikelihood takes any."
             )
         if not (torch.isfinite(noise) & (noise > 0)).all():
-            check_noise(covariance.diagonal(dim1=-1, dim2=-2))  # all data: its message names an index
+            check_noise(covariance.diagonal(dim1=-1, dim2=-2))  # its message names an index
         return noise if self.prior.jitter is None else noise + self.prior.jitter[rows]
 
 

@@ -4,7 +4,7 @@ With residuals r, features u, noise variances s, weights N(v, S) and prior varia
 
     J = sum_i [((r_i - u_i^T v)^2 + u_i^T S u_i) / s_i + log s_i] + sum_j [(v_j^2 + S_jj) / c_j + log c_j] - log|S| - m
 
-is at least -2 log p(y) - n log(2 pi) for S > 0. At the posterior, values and hyperparameter gradients are equal.
+is at least -2 log p(y) - n log(2 pi); at the posterior, values and hyperparameter gradients are equal.
 """
 
 import math
@@ -18,7 +18,7 @@ from gpy_iterative.checks import check_rate
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpaceProblem
 
-#: Slower averages would hardly follow the hyperparameters.
+#: Slower averages hardly follow the hyperparameters.
 SMALLEST_RATE = 1e-3
 
 
@@ -46,7 +46,7 @@ class WeightDistribution:
 def triangular_root(precision: Tensor) -> Tensor:
     """Lower Cholesky factor, [m, m]."""
     lower, info = torch.linalg.cholesky_ex(precision)
-    if info.any() or not torch.isfinite(lower).all():  # only if values are not finite or noise is tiny
+    if info.any() or not torch.isfinite(lower).all():
         raise NonFiniteError(
             "A precision or covariance matrix is not finite, or not positive definite to rounding. Check the data, and "
             "keep the noise away from zero, for example with gpytorch.constraints.GreaterThan(1e-4)."
@@ -55,7 +55,7 @@ def triangular_root(precision: Tensor) -> Tensor:
 
 
 def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Unbiased batch estimate of J + log|S| + m, for S = left right^T, perhaps indefinite, with factors [m, k]."""
+    """Batch estimate of J + log|S| + m, for S = left right^T, perhaps indefinite, with factors [m, k]."""
     projected = batch.basis @ left
     spread = (projected * (projected if right is left else batch.basis @ right)).sum(-1)
     misfit = (batch.residual - batch.basis @ mean).square()
@@ -90,7 +90,7 @@ def exact_log_marginal_likelihood(problem: WeightSpaceProblem) -> Tensor:
     """Log marginal likelihood, float64; two passes, n m^2."""
     weights = WeightDistribution.from_precision(*exact_statistics(problem))
     total = problem.num_data * math.log(2 * math.pi) - weights.log_determinant
-    # A second pass: r^T D^-1 r - h^T P^-1 h would lose digits for small noise.
+    # r^T D^-1 r - h^T P^-1 h would lose digits for small noise.
     prior = torch.zeros_like(total)
     for batch in problem.batches():
         rest = batch.residual - batch.basis @ weights.mean
@@ -110,7 +110,7 @@ def _solve(lower: Tensor, vector: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrackerRate:
-    """Step size of a moving average: a number in (0, 1], a function of the step, or None for a default that falls."""
+    """Step size of a moving average; see `VariationalFeatureMarginalLogLikelihood`."""
 
     given: float | Callable[[int], float] | None
     initial: float

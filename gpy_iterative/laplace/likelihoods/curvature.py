@@ -1,7 +1,4 @@
-"""The curvature W of a likelihood that factorises: n blocks C x C.
-
-A softmax ignores the sum over classes: its W is singular, with pseudo-inverse W^+.
-"""
+"""The curvature W of a likelihood: n blocks C x C. For a softmax W is singular, with pseudo-inverse W^+."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -116,7 +113,7 @@ class BlockCurvature(Curvature):
 
 @dataclass(frozen=True)
 class SoftmaxCurvature(Curvature):
-    """W_n = diag(p) - p p^T for positive p [n, C]: O(n C) per product.
+    """W_n = diag(p) - p p^T for positive p [n, C].
 
     R_n = diag(sqrt p) - p sqrt(p)^T; W_n^+ = J diag(1/p) J with J = I - 1 1^T / C.
     """

@@ -20,8 +20,7 @@ WIDE = 1.5
 class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
     """p(y = 1 | f) = 1 / (1 + exp(-f)), labels 0 and 1.
 
-    GPyTorch's `BernoulliLikelihood` has the probit link, with lighter tails. A subclass with another `forward` uses
-    GPyTorch's quadrature. Raises ValueError for other labels.
+    GPyTorch's `BernoulliLikelihood` has the probit link, with lighter tails. Raises ValueError for other labels.
     """
 
     has_analytic_marginal = True
@@ -30,7 +29,7 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
         return Bernoulli(logits=function_samples)
 
     def marginal(self, function_dist: MultivariateNormal, *args: Any, **kwargs: Any) -> Bernoulli:
-        """p(y) [*b, n], by quadrature; differentiable."""
+        """[*b, n], by quadrature."""
         if not computes_as(self, LogitBernoulliLikelihood):
             return super().marginal(function_dist, *args, **kwargs)
         return Bernoulli(probs=self.log_probability(function_dist.mean, function_dist.variance).exp())
@@ -42,15 +41,15 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Log p(y) [*b, n], by quadrature."""
-        if not computes_as(self, LogitBernoulliLikelihood):
+        """[*b, n], by quadrature."""
+        if not computes_as(self, LogitBernoulliLikelihood):  # a subclass with another `forward`
             return super().log_marginal(observations, function_dist, *args, **kwargs)
         return self.log_probability(_signs(observations) * function_dist.mean, function_dist.variance)
 
     def expected_log_prob(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """E[log p(y | f)] [*b, n], by quadrature."""
+        """[*b, n], by quadrature."""
         if not computes_as(self, LogitBernoulliLikelihood):
             return super().expected_log_prob(observations, function_dist, *args, **kwargs)
         expected = _expected_log_sigmoid(
@@ -59,9 +58,9 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
         return expected.to(function_dist.mean.dtype)
 
     def log_probability(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """Log E[p(y = 1 | f)] for f ~ N(mean, variance), elementwise; both labels sum to 1."""
+        """Log E[p(y = 1 | f)] for f ~ N(mean, variance)."""
         dtype, mean = mean.dtype, mean.double()
-        is_above = mean > 0
+        is_above = mean > 0  # the probabilities of both labels sum to 1
         low = log_concave_marginal(
             logsigmoid, lambda f: torch.sigmoid(-f), torch.where(is_above, -mean, mean), variance
         )
@@ -69,7 +68,7 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
 
 
 def _expected_log_sigmoid(mean: Tensor, variance: Tensor) -> Tensor:
-    """E[log p(y = 1 | f)] for f ~ N(mean, variance), elementwise, float64."""
+    """E[log p(y = 1 | f)] for f ~ N(mean, variance)."""
     # Wide distributions: min(f, 0) in closed form, log(1 + exp(-|f|)) by quadrature over |f|.
     nodes, log_weights = normal_nodes(mean, variance)
     smooth = (log_weights.exp() * logsigmoid(nodes)).sum(0)
@@ -87,7 +86,6 @@ def _normal_density(z: Tensor) -> Tensor:
 
 
 def _signs(labels: Tensor) -> Tensor:
-    """-1 and 1 for labels 0 and 1."""
     bad = (labels != 0) & (labels != 1)
     if bad.any():
         raise ValueError(
@@ -97,10 +95,7 @@ def _signs(labels: Tensor) -> Tensor:
 
 
 class PoissonLogLikelihood(_OneDimensionalLikelihood):
-    """p(y | f) = Poisson(exp(f)).
-
-    GPyTorch's `PoissonLikelihood` has the rate softplus(f). A subclass with another `forward` uses GPyTorch's quadrature.
-    """
+    """p(y | f) = Poisson(exp(f)); GPyTorch's `PoissonLikelihood` has the rate softplus(f)."""
 
     def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Poisson:
         return Poisson(function_samples.exp())
@@ -108,7 +103,7 @@ class PoissonLogLikelihood(_OneDimensionalLikelihood):
     def expected_log_prob(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """E[log p(y | f)] [*b, n], in closed form."""
+        """[*b, n], in closed form."""
         if not computes_as(self, PoissonLogLikelihood):
             return super().expected_log_prob(observations, function_dist, *args, **kwargs)
         mean, variance = function_dist.mean, function_dist.variance
@@ -117,7 +112,7 @@ class PoissonLogLikelihood(_OneDimensionalLikelihood):
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Log p(y) [*b, n], by quadrature."""
+        """[*b, n], by quadrature."""
         if not computes_as(self, PoissonLogLikelihood):
             return super().log_marginal(observations, function_dist, *args, **kwargs)
         counts = observations.double()

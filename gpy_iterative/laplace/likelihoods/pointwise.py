@@ -18,13 +18,13 @@ from gpy_iterative.laplace.likelihoods.curvature import Curvature, SoftmaxCurvat
 from gpy_iterative.laplace.likelihoods.stock import mixed_blocks, softmax_logits
 from gpy_iterative.training.likelihood_forms import LikelihoodForm, check_support, form_of, refusal_of
 
-#: Relative size of a negative eigenvalue from rounding.
+#: Relative size of negative eigenvalues from rounding.
 INDEFINITE = 1e-8
 
 
 @dataclass(frozen=True)
 class CurvatureFloor:
-    """The least eigenvalue, relative to the largest; for a softmax the least class probability."""
+    """The least eigenvalue, relative to the largest, or a softmax's least class probability."""
 
     eigenvalue: float
     probability: float
@@ -66,11 +66,11 @@ class PointwiseLikelihood:
         likelihood: any that factorises over points.
         targets: [n], or multitask [n, C].
         num_latents: C.
-        params: passed to the likelihood's `forward`.
+        params: for the likelihood's `forward`.
 
     Raises:
         UnsupportedLikelihoodError: Laplace's method does not suit the likelihood.
-        ValueError: targets outside the support; a wrong shape, dtype or number of latents.
+        ValueError: unsuitable targets or number of latents.
     """
 
     def __init__(self, likelihood: Likelihood, targets: Tensor, num_latents: int, params: Sequence[Any] = ()) -> None:
@@ -118,7 +118,7 @@ class PointwiseLikelihood:
         return self._form.log_prob(self.likelihood, f, self.targets)
 
     def total(self, f: Tensor) -> float:
-        """The sum of log densities, perhaps NaN or minus infinity."""
+        """The sum of log densities."""
         with torch.no_grad():
             return float(self.log_prob(f).sum())
 
@@ -181,10 +181,8 @@ class PointwiseLikelihood:
         return self._floored(f, floor, self.curvature_blocks)
 
     def step_curvature(self, f: Tensor, floor: CurvatureFloor = STEP_FLOOR) -> Curvature:
-        """`curvature` for a Newton step: for one latent function the Hessian's absolute value.
-
-        Fisher information would take more steps, since it is far from the Hessian at outliers.
-        """
+        """`curvature` for a Newton step: for one latent function the Hessian's absolute value."""
+        # At outliers, Fisher information is far from the Hessian and takes more steps.
         is_covariance = self.is_log_concave or self.num_latents > 1
         blocks = self.curvature_blocks if is_covariance else lambda point: self.hessian(point).abs()
         return self._floored(f, floor, blocks)

@@ -13,7 +13,6 @@ from gpy_iterative.worker_threads import CPU
 
 #: Nodes for one value, and least number for several.
 NUM_QUADRATURE, NUM_NODES = 64, 128
-#: Bisection steps.
 NUM_HALVINGS = 80
 #: Gauss-Legendre panels, each as long as all nearer ones, and their nodes.
 NUM_PANELS, PANEL_NODES = 8, 12
@@ -40,9 +39,9 @@ def normal_nodes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
-    """Nodes [s, C] and positive weights [s] for z ~ N(0, I) in C dimensions, float64 on the CPU.
+    """Nodes [s, C] and weights [s] for z ~ N(0, I) in C dimensions, float64 on the CPU.
 
-    s is 64 for one dimension, else at least max(128, 4 C): reflected Sobol nodes, exact for polynomials of degree 3.
+    64 for C = 1, else at least max(128, 4 C): reflected Sobol nodes, exact for polynomials of degree 3.
     """
     if dimension == 1:
         nodes, log_weights = normal_nodes(torch.zeros(1, device=CPU), torch.ones(1, device=CPU))
@@ -61,7 +60,7 @@ def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def graded_rule() -> tuple[Tensor, Tensor]:
-    """Nodes and weights on [0, 1], refined towards 0: float64, CPU."""
+    """Nodes and weights on [0, 1], refined towards 0."""
     nodes, weights = np.polynomial.legendre.leggauss(PANEL_NODES)
     ends = np.concatenate([[0.0], 0.5 ** np.arange(NUM_PANELS - 1, -1, -1)])
     starts, lengths = ends[:-1, None], np.diff(ends)[:, None]
@@ -74,8 +73,8 @@ def log_concave_marginal(
 ) -> Tensor:
     """Log E exp(l(f)) for f ~ N(mean, variance) and a concave l, elementwise, float64, differentiable.
 
-    Panels on both sides of the integrand's maximum resolve narrow integrands. The gradient of l may be non-finite where l
-    is minus infinity.
+    Panels on both sides of the integrand's maximum resolve narrow integrands. The gradient may be non-finite where l is
+    minus infinity.
     """
     mean, deviation = mean.double(), variance.double().sqrt()
     with torch.no_grad():
@@ -115,7 +114,7 @@ def _maximum(slope: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
 
 
 def _reach(log_product: Callable[[Tensor], Tensor], centre: Tensor, side: float) -> Tensor:
-    """The distance, up to a factor 2, from the maximum to where the product is negligible."""
+    """The distance from the maximum to where the product is negligible, up to a factor 2."""
     top, reach = log_product(centre), torch.full_like(centre, math.sqrt(2 * NEGLIGIBLE))
     for _ in range(NUM_HALVINGS):
         # Also true for NaN.

@@ -1,7 +1,7 @@
 """A likelihood averaged over latent uncertainty: E log p(y_n | f_n + e_n) with e_n ~ N(0, V_n).
 
-At V_n = S_nn the mode mu and curvature E[W] are those of the best variational Gaussian N(mu, S), S^-1 = K^-1 + E[W]
-(Opper and Archambeau 2009, "The variational Gaussian approximation revisited").
+At V_n = S_nn, its mode and curvature give the best variational Gaussian N(mu, S) (Opper and Archambeau 2009, "The
+variational Gaussian approximation revisited").
 """
 
 from collections.abc import Callable
@@ -25,8 +25,7 @@ class SmoothedLikelihood(PointwiseLikelihood):
     Derivatives are exact, without graph. A function costs 64 likelihood evaluations if C = 1, else 128 or more.
 
     Args:
-        likelihood: with its targets.
-        covariance: V [n, C, C], positive semi-definite.
+        covariance: V [n, C, C].
     """
 
     def __init__(self, likelihood: PointwiseLikelihood, covariance: Tensor) -> None:
@@ -70,7 +69,7 @@ class SmoothedLikelihood(PointwiseLikelihood):
 
 
 def symmetric_roots(blocks: Tensor) -> Tensor:
-    """Symmetric roots of [n, C, C]; negative eigenvalues become zero."""
+    """Symmetric roots; negative eigenvalues become zero."""
     if blocks.shape[-1] == 1:
         return blocks.clamp_min(0).sqrt()
     values, vectors = block_eigh(blocks)

@@ -1,4 +1,4 @@
-"""Log densities of GPyTorch's and this package's likelihoods, exact in tails and for three derivatives.
+"""Log densities of known likelihoods, exact in tails and for three derivatives.
 
 `forward` is not: `BernoulliLikelihood` clamps probabilities, `SoftmaxLikelihood` transposes an input with as many points
 as classes, the rate of `PoissonLikelihood` underflows.
@@ -36,9 +36,6 @@ def _one(_: Likelihood) -> int:
 
 def _block(values: Tensor) -> Tensor:
     return values.unsqueeze(-1).unsqueeze(-1)
-
-
-# Labels
 
 
 def _probit_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -83,16 +80,13 @@ def _softmax_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def _softmax_visible(likelihood: Likelihood) -> Tensor:
-    """Basis orthogonal to {f: A f is constant over classes}."""
+    """Basis orthogonal to {f: A f is constant}."""
     like = next(likelihood.parameters(), torch.zeros(()))
     centring = torch.eye(likelihood.num_classes, dtype=torch.float64, device=like.device) - 1 / likelihood.num_classes
     if likelihood.mixing_weights is not None:
         centring = centring @ likelihood.mixing_weights.detach().double()
     _, values, vectors = torch.linalg.svd(centring, full_matrices=False)
     return vectors[values > 1e-10 * values.max()].mT
-
-
-# Counts
 
 
 def _poisson_softplus_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -115,9 +109,6 @@ def _negative_binomial_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) ->
         total = total * (1 - probs) / probs
     counts = torch.lgamma(total + y) - torch.lgamma(total) - torch.lgamma(y + 1)
     return counts + total * torch.log1p(-probs) + y * probs.log()
-
-
-# Real targets
 
 
 def _student_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -143,7 +134,7 @@ def _beta_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 def _beta_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     alpha, beta, slope = _beta_concentrations(likelihood, f)
-    # polygamma(1, .) is differentiable, as the evidence's gradient needs.
+    # polygamma(1, .) is differentiable.
     return _block(slope.square() * (torch.polygamma(1, alpha) + torch.polygamma(1, beta)))
 
 

@@ -1,4 +1,4 @@
-"""Newton's method for the mode of a non-Gaussian likelihood.
+"""Newton's method for the mode.
 
-Begin with `base.py`, the loop; `newton.py` and `cholesky.py` (dense) solve its systems. It may import what `laplace` may.
+Begin with `base.py`; `newton.py` and `cholesky.py` (dense) solve its systems. It may import what `laplace` may.
 """

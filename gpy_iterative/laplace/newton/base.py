@@ -1,4 +1,4 @@
-"""The damped Newton loop of all mode solvers.
+"""The damped Newton loop.
 
 At the mode of psi(f) = log p(y | f) - (f - m)^T K^-1 (f - m) / 2, v = K^-1 (f - m) equals g = d log p(y | f) / df. Iterates
 keep f = m + K v: psi and g - v cost no kernel product. A step is a Gaussian process regression with noise W^+ (Rasmussen
@@ -25,10 +25,9 @@ from gpy_iterative.linear_solvers.solution import Solution, SolveProgress, Solve
 EPS = torch.finfo(torch.float64).eps
 #: Share of the promised rise that a step must reach; shortest step.
 ARMIJO, SHORTEST_STEP = 1e-4, EPS
-#: Psi decides if the promised rise exceeds its rounding this many times; a smaller relative fall than the second number
-#: may be cancellation.
+#: Psi decides if the promised rise exceeds its rounding TOLD times; a relative fall below UNTOLD may be rounding.
 TOLD, UNTOLD = 100, 1e-6
-#: Steps without progress before the search ends; least relative decrease of the gradient's norm.
+#: Steps without progress that end the search; least relative progress of the gradient's norm.
 PATIENCE, LEAST_PROGRESS = 3, 0.01
 CHUNK_POINTS = 4096
 
@@ -57,7 +56,7 @@ class LaplaceSolution(Solution):
 
     @property
     def root(self) -> Tensor:
-        """Q = S A [n C, r]; the covariance is K(x, x) - K(x, X) Q Q^T K(X, x)."""
+        """Q = S A [n C, r]."""
         return self.actions @ self.transform
 
     @property
@@ -66,7 +65,7 @@ class LaplaceSolution(Solution):
         return self.images @ self.transform
 
     def covariance_blocks(self, prior: LatentPrior) -> Tensor:
-        """The covariance at each point [n, C, C]."""
+        """Covariances [n, C, C] of K - K Q Q^T K."""
         blocks = prior.point_blocks().double().clone()
         images = self.images.view(*self.latent.shape, self.images.shape[-1])
         for start in range(0, prior.num_points, CHUNK_POINTS):
@@ -86,7 +85,7 @@ class LaplaceSolution(Solution):
 
     @property
     def num_kernel_products(self) -> int:
-        """Kernel products; one with several actions counts once."""
+        """Kernel products, however many columns each."""
         return round(self.stats.epochs)
 
     @property
@@ -131,7 +130,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Iterate:
-    """f, v, g, [n C] each, and psi."""
+    """The vectors f, v, g, [n C] each, and psi."""
 
     f: Tensor
     v: Tensor
@@ -149,7 +148,7 @@ class Iterate:
         return float(torch.linalg.vector_norm(self.error)) / (float(torch.linalg.vector_norm(self.gradient)) or 1.0)
 
     def is_rounding(self, curvature: Curvature) -> bool:
-        """Whether rounding f, which changes g by W eps f, explains the error, as at large counts."""
+        """Whether the error may come from rounding f, which changes g by W eps f."""
         change = curvature.matmul(self.f.unsqueeze(-1))
         return float(torch.linalg.vector_norm(self.error)) <= EPS * float(torch.linalg.vector_norm(change))
 
@@ -173,8 +172,8 @@ class LaplaceSolver(ABC):
     """Options of a mode solver.
 
     Args:
-        max_outer: largest number of Newton steps.
-        tolerance: of |g - v| / |g|, unless the rounding of f hides g - v; None chooses by dtype.
+        max_outer: most Newton steps.
+        tolerance: of |g - v| / |g|, unless rounding hides g - v; None chooses by dtype.
 
     Raises:
         ValueError: an option outside its range.
@@ -183,7 +182,7 @@ class LaplaceSolver(ABC):
     max_outer: int = 50
     tolerance: float | None = None
 
-    #: For float64 and float32 kernels; floors for the covariance.
+    #: For float64 and float32 kernels; floors are the covariance's.
     _tolerances: ClassVar[tuple[float, float]]
     _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]]
     #: Of a step's curvature.
@@ -201,7 +200,7 @@ class LaplaceSolver(ABC):
     def _step_solver(self, problem: Problem) -> StepSolver: ...
 
     def advice(self, solution: LaplaceSolution, dtype: torch.dtype) -> str:
-        """What to do if the mode was not reached."""
+        """Advice when the mode was not reached."""
         name = type(self).__name__
         if solution.status is SolveStatus.BUDGET_EXHAUSTED:
             lever = f"Raise {self._budget} of {name}, or loosen its tolerance."
@@ -226,17 +225,17 @@ class LaplaceSolver(ABC):
         generator: torch.Generator | None = None,
         callback: Callable[[SolveProgress], None] | None = None,
     ) -> LaplaceSolution:
-        """Finds the mode; the solution's status says whether it was reached.
+        """Finds the mode; see the solution's status.
 
         Args:
             prior, likelihood: of n points and C functions.
-            initial_weights: warm start v [n, C], used if better than v = 0; costs one product.
+            initial_weights: warm start v [n, C]; costs one product.
             initial_solution: warm start with actions: this solver's, for the same prior and a W of the same range.
             generator: for covariance actions.
             callback: called after every Newton step; `epochs` are kernel products.
 
         Raises:
-            ValueError: no points; an initial solution of another solver or size.
+            ValueError: no points; an unsuitable initial solution.
             NonFiniteError: a value is not finite.
         """
         if not prior.size:
@@ -313,8 +312,8 @@ class LaplaceSolver(ABC):
         return problem.evaluated(f, v) if math.isfinite(joint) and joint > cold.log_joint else cold
 
     def _damped(self, problem: Problem, iterate: Iterate, dv: Tensor, df: Tensor) -> Iterate | None:
-        """The iterate after the longest step that raises psi enough, or None."""
-        # Where rounding hides psi's rise, the slope at the step's end decides (approximate Wolfe condition, Hager and Zhang
+        """The iterate after the longest step that raises psi enough."""
+        # Where rounding hides the rise, the slope at the step's end decides (approximate Wolfe condition, Hager and Zhang
         # 2005).
         slope = float(iterate.error @ df)
         length, magnitude = 1.0, abs(iterate.log_joint)

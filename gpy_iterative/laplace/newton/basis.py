@@ -1,4 +1,4 @@
-"""The subspace of Newton's method: orthonormal actions S, images T = K S, and M = S^T (K + W^+) S.
+"""Orthonormal actions S, images T = K S, and M = S^T (K + W^+) S.
 
 Only kernel products and orthogonal changes of basis change T: T = K S holds to rounding.
 """
@@ -16,7 +16,7 @@ DEPENDENT, ORTHOGONAL_ENOUGH = 100 * torch.finfo(torch.float64).eps, 0.7
 
 
 class ActionBasis:
-    """Actions and images in a growing buffer, N = `size`."""
+    """S and T [N, B] in a growing buffer, N = `size`."""
 
     def __init__(self, size: int, capacity: int, like: Tensor) -> None:
         capacity = max(min(capacity, size), 1)
@@ -27,12 +27,10 @@ class ActionBasis:
 
     @property
     def actions(self) -> Tensor:
-        """S [N, B]."""
         return self._actions[: self.count].mT
 
     @property
     def images(self) -> Tensor:
-        """T [N, B]."""
         return self._images[: self.count].mT
 
     @property
@@ -107,7 +105,7 @@ class GalerkinSystem:
         return self.transform @ (self.transform.mT @ (self.basis.actions.mT @ rhs))
 
     def append(self, action: Tensor, image: Tensor, rhs: Tensor) -> Tensor:
-        """Adds an orthonormalised action; returns the change of `solve(rhs)`."""
+        """Adds an orthonormal action; returns the change of `solve(rhs)`."""
         weighted = self.curvature.pinv(action.unsqueeze(-1)).squeeze(-1)
         column = self.basis.images.mT @ action + self.basis.actions.mT @ weighted
         corner = action @ image + action @ weighted

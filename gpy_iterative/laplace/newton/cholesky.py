@@ -14,7 +14,7 @@ from gpy_iterative.laplace.newton.whitened import dense_factor
 
 
 class _DenseSteps(StepSolver):
-    """dv = e - R (I + R^T K R)^-1 R^T K e with e = g - v: for a large W the new v itself would cancel."""
+    """dv = e - R (I + R^T K R)^-1 R^T K e with e = g - v: v itself would cancel for a large W."""
 
     def __init__(self, problem: Problem) -> None:
         self.dtype = problem.prior.operator.dtype
@@ -29,7 +29,7 @@ class _DenseSteps(StepSolver):
         return dv, self.kernel @ dv
 
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
-        # Q = R L^-T, P = Q Q^T.
+        # Q = R L^-T.
         identity = torch.eye(curvature.num_columns, dtype=self.kernel.dtype, device=self.kernel.device)
         inverse = torch.linalg.solve_triangular(dense_factor(self.kernel, curvature, self.dtype), identity, upper=False)
         root = curvature.root(inverse.mT)
@@ -38,7 +38,7 @@ class _DenseSteps(StepSolver):
 
 @dataclass(frozen=True, kw_only=True)
 class LaplaceCholesky(LaplaceSolver):
-    """Newton's method with exact steps and covariance: (n C)^3 per step, a few times 8 (n C)^2 bytes.
+    """Newton's method with exact steps: (n C)^3 per step, a few times 8 (n C)^2 bytes.
 
     Options: see `LaplaceSolver`; the default tolerance is 1e-10 (float32 kernels: 1e-5).
     """

@@ -22,7 +22,6 @@ from gpy_iterative.laplace.newton.preconditioning import LatentFactor, NewtonPre
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe
 from gpy_iterative.worker_threads import divided
 
-#: Largest n C for dense factors.
 EXACT_LATENTS = 2000
 #: Covariance actions: relative residual that draws new right-hand sides, number of products.
 REFINED, REFINED_DEPTH = 1e-3, 10
@@ -32,21 +31,21 @@ LARGEST_OVERLAP = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class LaplaceNewton(LaplaceSolver):
-    """Computation-aware Newton steps in a subspace of actions, one kernel product each, that all steps share.
+    """Computation-aware Newton steps in a subspace of actions that all steps share.
+
+    An action costs a kernel product and six passes over n C numbers per kept action.
 
     Args:
         max_inner: most actions per Newton step.
         forcing: relative weighted residual at which a step's solve ends.
-        preconditioner: recipe for a low-rank factor of K with k columns per function (in total for coupled functions);
-            None is conjugate gradients on I + R^T K R. A factor takes fewer actions to the mode, and then more
-            num_covariance_actions. A Newton step costs n C^2 k^2 + (C k)^3 / 3 multiply-adds; memory n k (n C k without a
-            shared kernel) plus (C k)^2.
-        max_rank: actions kept between Newton steps. Memory: 16 n C bytes for each of max_rank + max_inner +
-            num_covariance_actions.
-        num_covariance_actions: further actions at the mode, which only reduce the variance; ten products.
+        preconditioner: recipe for a low-rank factor of K with k columns per function (in total for coupled functions), for
+            fewer actions to the mode; None is conjugate gradients on I + R^T K R. A Newton step costs
+            n C^2 k^2 + (C k)^3 / 3 multiply-adds; memory n k (n C k without a shared kernel) plus (C k)^2.
+        max_rank: actions kept between Newton steps; each of max_rank + max_inner + num_covariance_actions takes 16 n C
+            bytes.
+        num_covariance_actions: further actions at the mode, for the variance; ten products.
 
-    An action costs a kernel product and about six passes over n C numbers per kept action. Other options: see
-    `LaplaceSolver`; the default tolerance is 1e-5 (float32 kernels: 1e-3).
+    Other options: see `LaplaceSolver`; the default tolerance is 1e-5 (float32 kernels: 1e-3).
     """
 
     max_inner: int = 20
@@ -96,7 +95,7 @@ class _SubspaceSteps(StepSolver):
     @divided()
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
         options, system = self._options, GalerkinSystem.of(self.basis, curvature)
-        # A reused subspace's solution may be no ascent direction; the gradient always is.
+        # A reused subspace may give no ascent direction.
         first = iterate.error.unsqueeze(-1) if options.preconditioner is None else None
         v, image = self._solved(system, iterate, options.max_inner, first)
         dv, df = v - iterate.v, self._problem.mean + image - iterate.f
@@ -182,7 +181,7 @@ class _SubspaceSteps(StepSolver):
         return torch.stack([direction] if error is None else [direction, error], dim=-1)
 
     def _act(self, system: GalerkinSystem, actions: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Adds actions [N, b]; returns changes of v and K v [N, c] for rhs [N, c], or None."""
+        """Adds actions [N, b]; changes of v and K v [N, c], or None."""
         directions: list[Tensor] = []
         for action in actions.unbind(-1):
             direction = self.basis.orthonormalised(action, system.curvature, directions)

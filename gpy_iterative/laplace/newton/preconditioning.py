@@ -67,7 +67,7 @@ class NewtonPreconditioner:
         return cls(factor, curvature, block_cholesky(inner))
 
     def solve(self, weighted_residual: Tensor) -> Tensor:
-        """(L L^T + W^+)^-1 r from W r, [n C] each."""
+        """(L L^T + W^+)^-1 r from W r."""
         projected = self.factor.t_matmul(weighted_residual).unsqueeze(-1)
         explained = self.factor.matmul(self.cholesky.solve(projected).squeeze(-1))
         return weighted_residual - self.curvature.matmul(explained.unsqueeze(-1)).squeeze(-1)

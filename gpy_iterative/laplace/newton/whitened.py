@@ -1,4 +1,4 @@
-"""Solves with H = I + R^T K R, W = R R^T: R H^-1 R^T is (K + W^-1)^-1, also in the limit of a singular W."""
+"""Solves with H = I + R^T K R, W = R R^T; R H^-1 R^T is (K + W^-1)^-1, but defined for a singular W."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class WhitenedSystem:
 
     @classmethod
     def at(cls, kernel: LinearOperator, solution: LaplaceSolution) -> "WhitenedSystem":
-        """H at a mode; no kernel product."""
+        """No kernel product."""
         curvature, dtype = solution.curvature, kernel.dtype
         # Nystrom: K S (S^T K S)^+ S^T K <= K, so preconditioned eigenvalues are at least 1.
         known = solution.images @ inverse_root(solution.actions.mT @ solution.images, torch.finfo(dtype).eps)

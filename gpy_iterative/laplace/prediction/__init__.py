@@ -1,4 +1,4 @@
-"""Posteriors around the mode: means, variances and sample paths.
+"""Posteriors around the mode.
 
 Begin with `posterior.py`. It may import what `laplace` may.
 """
