@@ -82,35 +82,30 @@ class LaplaceSamplePaths:
                 raise ValueError(
                     "Sample paths take test inputs [t, d]: list the points of a batch one after the other."
                 )
-            blocks = latent_blocks(model, self.inputs, points, self.products)
-            update = product(blocks.test_train, self.update.to(points[0].dtype))
-            update = update.view(*blocks.mean.shape, self.num_paths)
-            values = blocks.mean.unsqueeze(-1) + self.functions(prior_at(model, points)) + update
+            mean, test_train, _ = latent_blocks(model, self.inputs, points, self.products)
+            update = product(test_train, self.update.to(points[0].dtype))
+            update = update.view(*mean.shape, self.num_paths)
+            values = mean.unsqueeze(-1) + self.functions(prior_at(model, points)) + update
             values = values.movedim(-1, 0)
             return values.squeeze(-1) if values.shape[-1] == 1 else values
 
 
-@dataclass(frozen=True)
-class LatentBlocks:
-    """The prior's mean [t, C], K(x, X) and K(x, x)."""
-
-    mean: Tensor
-    test_train: LinearOperator
-    test_test: LinearOperator
-
-
-def latent_blocks(model: GP, train: Sequence[Tensor], test: Sequence[Tensor], products: KernelProducts) -> LatentBlocks:
+def latent_blocks(
+    model: GP, train: Sequence[Tensor], test: Sequence[Tensor], products: KernelProducts
+) -> tuple[Tensor, LinearOperator, LinearOperator]:
+    """The prior's mean [t, C], K(x, X) [t C, n C] and K(x, x) [t C, t C]."""
     joint = prior_at(model, [stacked(x, points) for x, points in zip(train, test, strict=True)])
     once = replace(products, cache_memory=0)
     points, latents = train[0].shape[-2], num_latents(joint)
     covariance = joint.lazy_covariance_matrix
     if isinstance(joint, MultitaskMultivariateNormal):
-        blocks = covariance_blocks(covariance, points * latents, once)
-        return LatentBlocks(joint.mean[points:], *blocks)
-    blocks = covariance_blocks(covariance, points, once)
+        return joint.mean[points:], *covariance_blocks(covariance, points * latents, once)
     mean = joint.mean[..., points:].expand(latents, test[0].shape[-2]).mT
-    shared = not covariance.batch_shape
-    return LatentBlocks(mean, *(latent_operator(block, latents, shared=shared) for block in blocks))
+    test_train, test_test = (
+        latent_operator(block, latents, shared=not covariance.batch_shape)
+        for block in covariance_blocks(covariance, points, once)
+    )
+    return mean, test_train, test_test
 
 
 def latent_covariance(model: GP, points: Sequence[Tensor], products: KernelProducts) -> Tensor:

@@ -39,7 +39,7 @@ from gpy_iterative.training.training_system import check_has_data, check_inputs,
 
 logger = logging.getLogger(__name__)
 
-#: Test points per chunk of k(x, X) Q.
+#: Test points per chunk.
 CHUNK_POINTS = 1024
 #: Of the default solver: few Newton steps leave much of the variance undetermined.
 COVARIANCE_ACTIONS = 100
@@ -65,15 +65,13 @@ class VarianceSplit:
 class LaplacePosterior:
     """The latent posterior at x is `posterior(x)`.
 
-    The constructor finds the mode and refines it. Changed hyperparameters or data start another search from the old mode.
+    The constructor finds the mode. Changed hyperparameters or data start another search from the old mode.
 
     Args:
         model: with training data; its `forward` returns the prior.
         likelihood, solver, num_refinements: as in `IterativeLaplaceGP`.
         seed: for sample paths and covariance actions.
-        initial_weights: warm start v [n, C].
-        params: for the likelihood's `forward` at the training points.
-        progress: as in `LaplaceMarginalLogLikelihood`.
+        initial_weights, params, progress: as in `IterativeLaplaceGP.posterior`.
 
     Raises:
         ValueError: data are not finite, do not fit, or have changed while params are given.
@@ -178,8 +176,7 @@ class LaplacePosterior:
         Raises SpectralDensityMissingError; warns with ConvergenceWarning.
         """
         fit = self._current()
-        # Paths are differentiable after an inference mode.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # differentiable later
             generator = torch.Generator().manual_seed(self._seed + 1)
             functions = PriorFunctions.draw(
                 fit.distribution, fit.prior.num_latents, num_paths, num_frequencies, generator
@@ -257,18 +254,18 @@ class LaplacePosterior:
         self, fit: LaplaceFit, columns: Tensor, points: list[Tensor]
     ) -> tuple[Tensor, Tensor, LinearOperator]:
         """Means [t C], K(x, X) Q [t C, B], K(x, x)."""
-        blocks = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
-        found = product(blocks.test_train, columns)
-        return blocks.mean.reshape(-1) + found[:, 0], found[:, 1:], blocks.test_test
+        mean, test_train, test_test = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
+        found = product(test_train, columns)
+        return mean.reshape(-1) + found[:, 0], found[:, 1:], test_test
 
     def _exact_variance(self, fit: LaplaceFit, points: list[Tensor], tolerance: float) -> Tensor:
         latents = fit.prior.num_latents
-        blocks = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
-        whitened = fit.solution.curvature.root_t(blocks.test_train.to_dense().double().mT)
+        _, test_train, test_test = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
+        whitened = fit.solution.curvature.root_t(test_train.to_dense().double().mT)
         solution = self._solve(fit, whitened, tolerance=tolerance)
         # The residual makes the error second order in the solve's: large terms cancel in the variance.
         known = (solution.value.double() * (whitened + solution.residual.double())).sum(0).view(-1, latents)
-        return (point_blocks(blocks.test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)
+        return (point_blocks(test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)
 
     def _solve(self, fit: LaplaceFit, columns: Tensor, *, tolerance: float) -> Solution:
         dtype, system = fit.prior.operator.dtype, WhitenedSystem.at(fit.prior.operator, fit.solution)
