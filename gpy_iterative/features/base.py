@@ -44,12 +44,7 @@ BATCH_SIZE = 256
 
 @dataclass(frozen=True)
 class MinibatchReport(Report):
-    """One mini-batch step.
-
-    Attributes:
-        value: result of `forward`, [].
-        steps: training steps so far.
-    """
+    """One mini-batch step; `steps` counts training steps."""
 
     value: Tensor
     batch_size: int
@@ -116,7 +111,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def _weights(self, run: Run) -> WeightDistribution: ...
 
     def _settle(self, problem: WeightSpaceProblem, run: Run) -> Run:
-        """Completes the last step."""
+        """The run with the last step completed."""
         return run
 
     def forward(
@@ -138,7 +133,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             params, kwargs: for the likelihood.
 
         Raises:
-            ValueError: arguments do not fit, are not finite or out of range; a layer depends on the batch.
+            ValueError: unsuitable arguments; a layer that depends on the batch.
             NonFiniteError: a hyperparameter, feature or loss is not finite, or from `.backward()` a gradient; nothing
                 changes.
         """
@@ -187,7 +182,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return with_checked_gradient(result, self)
 
     def refresh(self) -> None:
-        """Makes the weights exact by one pass, n m^2. Deep kernels need it every few epochs."""
+        """Makes the weights exact by one pass, n m^2. Deep kernels need it."""
         problem, target = self._train_problem()
         self._commit(self._begun(problem, target, is_known=False), (*self._train_inputs(), target))
 
@@ -225,12 +220,10 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         )
 
     def training_state(self) -> dict[str, Tensor]:
-        """See `Resumable.training_state`."""
         self._run = self._present_run().mapped(torch.detach)
         return super().training_state()
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """See `Resumable.load_training_state`."""
         super().load_training_state(state)
         self._commit(self._run)
         self._seen = None
@@ -376,7 +369,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             self._params.apply(function)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Saves nothing, as GPyTorch's classes."""
+        """Saves nothing, like GPyTorch's classes."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Nothing was saved."""

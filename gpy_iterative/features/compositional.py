@@ -29,9 +29,8 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     train with `Adam(mll.parameters())`. The value is not a bound.
 
     Args:
-        likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.
-        tracker_rate: as there. At a rate r, the inverse of the average over N = b (2 - r) / r rows is too large by
-            1 / (1 - m / N).
+        likelihood, model, batch_size, tracker_rate, generator: as in `VariationalFeatureMarginalLogLikelihood`. At a rate
+            r, the inverse of the average, over N = b (2 - r) / r rows, is too large by 1 / (1 - m / N).
 
     Unlike in the paper, the first P is exact, batch sums are weighted by n / b, and P is divided by the noise.
     """

@@ -43,10 +43,9 @@ class WeightSpaceFeatures:
 
 
 class FiniteFeatureKernel(Kernel):
-    """Base of kernels k(x, x') = features(x)^T features(x') with m features.
+    """Base of kernels features(x)^T features(x') with m features.
 
-    A subclass defines `features`, and `weight_space_features` to separate scales. GPyTorch's ExactGP then computes with
-    m x m matrices.
+    A subclass defines `features`, and `weight_space_features` to separate scales.
     """
 
     @abstractmethod
@@ -84,7 +83,7 @@ class FiniteFeatureKernel(Kernel):
     def prediction_strategy(
         self, train_inputs: Any, train_prior_dist: Any, train_labels: Any, likelihood: Any
     ) -> DefaultPredictionStrategy:
-        """GPyTorch's strategy for kernels with features."""
+        """GPyTorch's for features."""
         return LinearPredictionStrategy(train_inputs, train_prior_dist, train_labels, likelihood)
 
 
@@ -96,7 +95,7 @@ _REGISTRY: dict[type[Kernel], Callable[[Kernel], FeatureMap]] = {}
 def register_feature_map(
     kernel_class: type[Kernel],
 ) -> Callable[[Callable[..., FeatureMap]], Callable[..., FeatureMap]]:
-    """Decorator that registers the function from a kernel of exactly this class to its feature map."""
+    """Decorator: registers the function from a kernel of exactly this class to its feature map."""
 
     def register(make: Callable[..., FeatureMap]) -> Callable[..., FeatureMap]:
         _REGISTRY[kernel_class] = make
@@ -156,13 +155,11 @@ def _random_fourier(kernel: kernels.RFFKernel) -> FeatureMap:
 
 @register_feature_map(kernels.PolynomialKernel)
 def _polynomial(kernel: kernels.PolynomialKernel) -> FeatureMap:
-    """(x^T x' + c)^p: monomials with multinomial coefficients times powers of c."""
-
     def features(x: Tensor) -> WeightSpaceFeatures:
         columns, counts, constants = (tensor.to(x.device) for tensor in _monomials(x.shape[-1], kernel.power))
         one = torch.ones_like(x[..., :1])
         padded, basis = torch.cat([x, one], dim=-1), one
-        for factor in columns.unbind(-1):  # faster than a gather and `prod`
+        for factor in columns.unbind(-1):  # faster than a gather
             basis = basis * padded.index_select(-1, factor)
         offset = kernel.offset  # [*b, 1]
         return WeightSpaceFeatures(basis, counts.to(x) * offset.pow(constants))
@@ -230,7 +227,7 @@ def _times(left: WeightSpaceFeatures, right: WeightSpaceFeatures) -> WeightSpace
 
 
 class DeepFeatureKernel(FiniteFeatureKernel):
-    """k(x, x') = base_kernel(network(x), network(x')), for a base kernel with a finite feature map.
+    """k(x, x') = base_kernel(network(x), network(x')).
 
     Mini-batch methods run this network on their batch, but one in the model's `forward` on all data.
 

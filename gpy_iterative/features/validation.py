@@ -1,4 +1,4 @@
-"""Checks for mini-batch training."""
+"""Checks."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -56,14 +56,14 @@ def checked_indices(indices: Tensor, num_data: int) -> Tensor:
 
 
 class StandstillWatch:
-    """Warns if hyperparameters move but weights or batches do not."""
+    """Warns if only hyperparameters move."""
 
     def __init__(self, method: str) -> None:
         self._method, self._steps = method, 0
         self._own, self._hyperparameters = SeenVersions(), SeenVersions()
 
     def see(self, own: Sequence[Tensor], hyperparameters: Sequence[Tensor], trains: bool) -> None:
-        """To call at every step; `trains` ones draw batches."""
+        """Call it at every step; `trains`: the step draws a batch."""
         weights = [parameter for parameter in own if parameter.requires_grad]
         stands = not trains or (bool(weights) and self._own.are(weights))
         self._steps = self._steps + 1 if stands and not self._hyperparameters.are(hyperparameters) else 0

@@ -25,7 +25,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """Mini-batch estimate of a lower bound on the log marginal likelihood with the same maximum.
 
     At the posterior of the weights N(v, S), value and hyperparameter gradient are exact; `gap()` measures the distance.
-    Every training call moves the state, so L-BFGS does not work.
+    Every training call moves the state: L-BFGS does not work.
 
     Args:
         likelihood: Gaussian with independent noise.
@@ -35,7 +35,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             `Adam(mll.parameters())`.
         tracker_rate: natural step size in (0, 1], or a function of the step; None falls from min(.05, .1 b / m) to .001
             with the square root of the steps.
-        include_batch: natural weights contain half of the next update, to follow a network, with little bias.
+        include_batch: natural weights contain half of the next update, to follow a network. Off is unbiased.
         centred: weights of unscaled features. Off is slow with update="gradient".
         generator: a generator or a seed; None takes that of `torch.manual_seed`.
 

@@ -130,7 +130,7 @@ def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: L
 
 @torch.no_grad()
 def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
-    """In the span of fixed actions: O(n C r^2) per step."""
+    """Over those in the span of the actions, held fixed: O(n C r^2) per step."""
     actions, images = solution.actions, solution.images
     whitening = inverse_root(actions.mT @ images, torch.finfo(prior.operator.dtype).eps)
     features = images @ whitening
@@ -246,7 +246,7 @@ def _ascended(problem: BoundProblem, current: Gaussian, step: NaturalStep) -> tu
 
 
 def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> tuple[Gaussian, float] | None:
-    """With the promised rise, if the bound rises enough."""
+    """The trial and its promised rise, if the bound rises enough."""
     if trial is None:
         return None
     moved = (step.residual * (trial.coefficients - current.coefficients)).sum()

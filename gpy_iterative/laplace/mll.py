@@ -46,14 +46,13 @@ Objective = Literal["laplace", "elbo"]
 class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
     """Laplace's approximation of the log marginal likelihood, divided by the number of targets.
 
-    Every call finds the mode; the gradient includes how the mode moves.
+    The gradient includes how the mode moves.
 
     Args:
         likelihood: the model's.
-        model: an `IterativeLaplaceGP`.
-        objective: "laplace", or "elbo" for the largest lower bound on the evidence, without probes: over all Gaussians with
+        objective: "laplace", or "elbo" for the largest lower bound, without probes: over all Gaussians with
             `LaplaceCholesky`, in the span of the actions, fixed in the gradient, with `LaplaceNewton`.
-        solver: None is `LaplaceCholesky()` (dense, without probes) up to n C = 2,000, else `LaplaceNewton()`.
+        solver: None is `LaplaceCholesky()` (without probes) up to n C = 2,000, else `LaplaceNewton()`.
         num_probes: probe vectors of the gradient's trace.
         tolerance: relative residual of the solves for the gradient.
         products: None takes the model's.
@@ -108,7 +107,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
     _add_other_terms = ExactMarginalLogLikelihood._add_other_terms
 
     def forward(self, function_dist: MultivariateNormal, target: Tensor, *params: Any) -> Tensor:
-        """The objective [], with priors and added loss terms, divided by the number of targets.
+        """The objective [], with priors and added loss terms, at the mode.
 
         Args:
             function_dist: the prior `model(train_x)`: [n], [C, n] or, multitask, [n, C].

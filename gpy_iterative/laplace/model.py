@@ -1,4 +1,4 @@
-"""The Laplace model."""
+"""Laplace's model."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -37,14 +37,14 @@ class IterativeLaplaceGP(GP):
 
     Args:
         train_inputs: [n, d], or several.
-        train_targets: [n], or multitask [n, C]; long for a SoftmaxLikelihood.
-        likelihood: one that factorises over points: GPyTorch's, a registered one, or any with a smooth `log_prob`.
+        train_targets: [n], or multitask [n, C].
+        likelihood: GPyTorch's, a registered one, or any with a smooth `log_prob` that factorises over points.
         num_latents: C, checked against `forward`.
         solver: None is `LaplaceCholesky()` up to n C = 2,000, else `LaplaceNewton(num_covariance_actions=100)`.
-        seed: for sample paths and Monte Carlo predictions.
+        seed: for sample paths, Monte Carlo predictions and covariance actions.
         num_refinements: of predictions, towards the variational approximation.
 
-    The last four may be changed later.
+    `solver`, `products`, `seed` and `num_refinements` may be changed later.
 
     Raises:
         UnsupportedLikelihoodError: Laplace's method does not suit the likelihood.
@@ -130,7 +130,6 @@ class IterativeLaplaceGP(GP):
             self.likelihood_params, self._posterior = params, None
 
     def __call__(self, *inputs: Tensor, **kwargs: Any) -> MultivariateNormal:
-        """The prior in train mode, else the latent posterior."""
         if not self.training:
             return self.posterior()(*inputs)
         given = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]

@@ -13,14 +13,13 @@ class LaplaceReport(Report):
     """One training step of a LaplaceMarginalLogLikelihood.
 
     Attributes:
-        status: of the mode or the worst solve; for objective="elbo" of the bound's maximisation.
+        status: of the mode, the worst solve, or the bound.
         iterations: Newton steps.
-        epochs: kernel products for the mode.
-        probe_epochs: kernel products for the gradient.
+        epochs, probe_epochs: kernel products for the mode and for the gradient.
         stationarity: see `LaplaceSolution`.
         rank: number of actions.
-        value, value_sem: result of `forward`, and its standard error from log-determinant probes, [].
-        far_field_error: as in `MarginalLogLikelihoodReport`, but not compared with exact rows.
+        value, value_sem: result of `forward`, and its standard error from probes, [].
+        far_field_error: as in `MarginalLogLikelihoodReport`, without exact rows.
     """
 
     status: SolveStatus
@@ -45,7 +44,7 @@ class LaplaceReport(Report):
 
 @dataclass(frozen=True)
 class ModeReport(Report):
-    """The search for a posterior's mode; `status`, `stationarity` and `rank` are of the last refinement."""
+    """The search for a mode; `status`, `stationarity` and `rank` are of the last refinement."""
 
     status: SolveStatus
     iterations: int

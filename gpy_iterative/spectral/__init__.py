@@ -1,4 +1,4 @@
-"""Spectral densities of stationary kernels (`densities.py`) and random features of priors (`features.py`).
+"""Spectral densities of stationary kernels (`densities.py`) and random features (`features.py`).
 
 It may import `linear_operators` and below.
 """

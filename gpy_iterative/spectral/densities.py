@@ -1,4 +1,4 @@
-"""Spectral densities of stationary kernels, at unit lengthscale: draws stay valid in training."""
+"""Spectral densities at unit lengthscale: draws stay valid in training."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ SMALLEST = 1e-8
 
 
 def draws_under(prefix: str, draws: Draws) -> Draws:
-    """The draws with names `prefix.rest`, renamed to `rest`."""
+    """The draws `prefix.rest`, renamed to `rest`."""
     start = f"{prefix}."
     return {name.removeprefix(start): tensor for name, tensor in draws.items() if name.startswith(start)}
 
@@ -36,7 +36,7 @@ class SpectralDensity(ABC):
     def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
         """Draws for `count` frequencies, independent of hyperparameters.
 
-        `normal` and `uniform` (in (0, 1)) take a shape and return float64 draws on the inputs' device.
+        `normal` and `uniform` (in (0, 1)) take a shape and return float64 draws.
         """
 
     @abstractmethod
@@ -56,7 +56,7 @@ _REGISTRY: dict[type[kernels.Kernel], SpectralDensity] = {}
 
 
 def register_spectral_density(kernel_class: type[kernels.Kernel]) -> Callable[[type], type]:
-    """Class decorator that registers the density of a kernel class, whose `lengthscale` (if any) divides its inputs.
+    """Class decorator: registers the density of a kernel class whose `lengthscale`, if any, divides its inputs.
 
     Subclasses share it unless they override `forward`, `__call__`, `covar_dist` or `lengthscale`.
     """
@@ -130,7 +130,7 @@ class GammaMixture(SpectralDensity):
 
 @register_spectral_density(kernels.SpectralMixtureKernel)
 class SpectralMixture(SpectralDensity):
-    """A symmetric mixture of normal distributions for each coordinate."""
+    """A symmetric mixture of normal distributions."""
 
     without_gradient = ("raw_mixture_weights",)
 
@@ -152,10 +152,7 @@ class SpectralMixture(SpectralDensity):
 
 
 def gamma_quantile(probability: Tensor, alpha: Tensor, iterations: int = 60) -> Tensor:
-    """Quantiles [*b, count] of Gamma(alpha, rate alpha) for probabilities [count] in (0, 1) and alpha [*b, 1].
-
-    Bisection of the logarithm: 60 iterations exhaust float64.
-    """
+    """Quantiles [*b, count] of Gamma(alpha, rate alpha) for probabilities [count] and alpha [*b, 1], by bisection."""
     target, shape = probability.double(), alpha.double()
     target, shape = torch.broadcast_tensors(target, shape)
     # Below exp(-700) the root is zero; no quantile exceeds exp(50).

@@ -19,12 +19,11 @@ ENTRIES_AT_A_TIME = 2**23
 
 @dataclass(frozen=True)
 class RandomFourierFeatures:
-    """Random Fourier features of a sum of kernels.
+    """Random Fourier features.
 
     Args:
         num_frequencies: m of each summand, which has 2 m features.
-        widened: draws more high frequencies of Matern kernels, for posteriors with many data per lengthscale; weights keep
-            the mean.
+        widened: draws more high frequencies of Matern kernels, which many data per lengthscale need.
 
     ConstantKernel, LinearKernel, PolynomialKernel and RFFKernel have exact features. A MultitaskKernel has T consecutive
     rows per point. Batch members share draws.
@@ -62,7 +61,7 @@ class RandomFourierFeatures:
 
     @torch.no_grad()
     def features(self, terms: Sequence[KernelTerm], draws: Draws) -> Tensor:
-        """Phi [*b, n T, features] for T tasks, at the current hyperparameters.
+        """Phi [*b, n T, features] for T tasks.
 
         An entry costs d / 2 multiply-adds and a sine or cosine.
         """
@@ -78,10 +77,9 @@ class RandomFourierFeatures:
         return result
 
     def differentiable(self, terms: Sequence[KernelTerm], draws: Draws) -> Tensor:
-        """Phi with its graph, for about four times the memory.
+        """Phi with its graph, for four times the memory.
 
-        Raises:
-            SpectralDensityMissingError: a trained hyperparameter without gradient.
+        Raises SpectralDensityMissingError for a trained hyperparameter without gradient.
         """
         for summand in summands(terms):
             for factor in summand.factors:

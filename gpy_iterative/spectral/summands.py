@@ -1,4 +1,4 @@
-"""A prior as a sum of products of stationary kernels and of kernels with exact features."""
+"""Priors as sums of products of stationary kernels, and of kernels with exact features."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -41,7 +41,6 @@ def _level(kernel: kernels.ConstantKernel, points: Tensor) -> Tensor:
     return level.expand(*torch.broadcast_shapes(level.shape[:-2], points.shape[:-2]), points.shape[-2], 1)
 
 
-#: Features of kernels with finitely many.
 _EXACT: dict[type[kernels.Kernel], Callable[[kernels.Kernel, Tensor], Tensor]] = {
     kernels.ConstantKernel: _level,
     kernels.LinearKernel: _root,
@@ -81,7 +80,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Summand:
-    """A scaled product of stationary kernels, or a scaled kernel with exact features.
+    """A scaled product of stationary kernels, or kernel with exact features.
 
     Attributes:
         scale: [*b], or None for 1.
@@ -97,7 +96,7 @@ class Summand:
 
     @property
     def num_tasks(self) -> int:
-        """Rows of features per point."""
+        """Rows per point."""
         return 1 if self.tasks is None else self.tasks.shape[-2]
 
     @property
@@ -124,7 +123,7 @@ class Summand:
             result = torch.einsum("...nf,...tr->...ntfr", result, self.tasks.to(result)).flatten(-4, -3).flatten(-2)
         if self.scale is None:
             return result
-        # The root has an infinite slope at zero.
+        # At an underflowed scale the root has an infinite slope.
         root = self.scale.masked_fill(self.scale == 0, torch.finfo(self.scale.dtype).tiny).sqrt()
         return result * root.unsqueeze(-1).unsqueeze(-1)
 

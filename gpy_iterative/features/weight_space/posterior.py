@@ -26,7 +26,7 @@ from gpy_iterative.training.training_system import check_has_data, prior_at
 
 @dataclass(frozen=True)
 class PassReport(Report):
-    """Of a pass over the training data."""
+    """Of one pass."""
 
     num_data: int
     num_features: int
@@ -92,11 +92,11 @@ class WeightSpacePosterior:
             )
 
     def sample_paths(self, num_paths: int) -> "WeightSpacePaths":
-        """Draws posterior functions, at m^2 each; more paths keep the first ones."""
+        """Posterior functions, m^2 each; more paths keep the first ones."""
         check_count("num_paths", num_paths)
         snapshot, weights = self._current()
         generator = torch.Generator().manual_seed(self._seed)
-        # One draw of more paths would change the first ones.
+        # One draw for all would change the first paths.
         draws = [
             torch.randn(len(weights.mean), generator=generator, device=generator.device, dtype=torch.float64)
             for _ in range(num_paths)

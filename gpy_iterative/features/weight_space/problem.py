@@ -24,7 +24,6 @@ from gpy_iterative.linear_operators.prior_parts import KernelTerm, prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.training.progress import Progress, reporting
 
-#: Rows at a time in a pass.
 CHUNK_SIZE = 4096
 
 
@@ -74,7 +73,7 @@ class WeightSpacePrior:
         return concatenated([_term_features(term, rows) for term in self.terms])
 
     def covariance(self, rows: Tensor) -> Tensor:
-        """K [b, b] of some rows, float64; for any kernel."""
+        """K [b, b] of some rows, float64."""
         return torch.stack([_term_covariance(term, rows).double() for term in self.terms]).sum(0)
 
     def check_inputs(self) -> None:

@@ -1,4 +1,4 @@
-"""Distributions of the weights, and the objective of mini-batches.
+"""Distributions of the weights, and the objective.
 
 With residuals r, features u, noise variances s, weights N(v, S) and prior variances c,
 

@@ -1,4 +1,4 @@
-"""The curvature W of a likelihood: n blocks C x C. For a softmax W is singular, with pseudo-inverse W^+."""
+"""The curvature W of a likelihood, n blocks C x C, perhaps singular, with pseudo-inverse W^+."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -151,7 +151,7 @@ class SoftmaxCurvature(Curvature):
 
 
 def curvature_of_blocks(blocks: Tensor, *, floor: float, basis: Tensor | None = None) -> Curvature:
-    """Blocks [n, C, C], whose range an orthonormal `basis` [C, r] spans, with eigenvalues >= `floor` times the largest."""
+    """Blocks [n, C, C] in the span of a `basis` [C, r], with eigenvalues >= `floor` times the largest."""
     if blocks.shape[-1] == 1 and basis is None:
         return DiagonalCurvature(_floored(blocks[:, 0, 0], floor))
     reduced = blocks if basis is None else basis.mT @ blocks @ basis

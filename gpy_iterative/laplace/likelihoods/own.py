@@ -42,7 +42,7 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
         """[*b, n], by quadrature."""
-        if not computes_as(self, LogitBernoulliLikelihood):  # a subclass with another `forward`
+        if not computes_as(self, LogitBernoulliLikelihood):
             return super().log_marginal(observations, function_dist, *args, **kwargs)
         return self.log_probability(_signs(observations) * function_dist.mean, function_dist.variance)
 
@@ -60,7 +60,7 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
     def log_probability(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Log E[p(y = 1 | f)] for f ~ N(mean, variance)."""
         dtype, mean = mean.dtype, mean.double()
-        is_above = mean > 0  # the probabilities of both labels sum to 1
+        is_above = mean > 0  # probabilities of both labels sum to 1
         low = log_concave_marginal(
             logsigmoid, lambda f: torch.sigmoid(-f), torch.where(is_above, -mean, mean), variance
         )
@@ -68,7 +68,6 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
 
 
 def _expected_log_sigmoid(mean: Tensor, variance: Tensor) -> Tensor:
-    """E[log p(y = 1 | f)] for f ~ N(mean, variance)."""
     # Wide distributions: min(f, 0) in closed form, log(1 + exp(-|f|)) by quadrature over |f|.
     nodes, log_weights = normal_nodes(mean, variance)
     smooth = (log_weights.exp() * logsigmoid(nodes)).sum(0)

@@ -1,4 +1,4 @@
-"""Pointwise log densities of targets, and their derivatives.
+"""Pointwise log densities and derivatives.
 
 All are float64: float32 third derivatives of log Phi have the wrong sign.
 """
@@ -63,7 +63,6 @@ class PointwiseLikelihood:
     """log p(y_n | f_n) for fixed targets.
 
     Args:
-        likelihood: any that factorises over points.
         targets: [n], or multitask [n, C].
         num_latents: C.
         params: for the likelihood's `forward`.
@@ -105,7 +104,7 @@ class PointwiseLikelihood:
 
     @property
     def is_log_concave(self) -> bool:
-        """Whether log p is known to be concave."""
+        """Whether log p is known as concave."""
         return self._form.log_concave is True
 
     @property

@@ -38,7 +38,7 @@ class LatentMarginals:
         return LatentMarginals(self.mean, torch.zeros_like(self.covariance)) if method == "mode" else self
 
     def samples(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-        """Draws [t, C], one at a time to save memory."""
+        """Draws [t, C]; one at a time saves memory."""
         check_count("num_samples", count)
         mean = self.mean
         values, vectors = torch.linalg.eigh(self.covariance)
@@ -92,7 +92,7 @@ def predictive_log_probs(
     num_samples: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Log p(y) [t]: closed forms, quadrature for one latent function, samples for more."""
+    """Log p(y) [t]; see `IterativeLaplaceGP.predictive_log_prob`."""
     inner, latent = likelihood.likelihood, latent.seen_by(method)
     mean, covariance = latent.mean, latent.covariance
     if likelihood.is_categorical:

@@ -1,4 +1,4 @@
-"""Quadrature against normal distributions, with float64 nodes (GPyTorch's have the default dtype)."""
+"""Quadrature with float64 nodes (GPyTorch's have the default dtype)."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from gpy_iterative.worker_threads import CPU
 #: Nodes for one value, and least number for several.
 NUM_QUADRATURE, NUM_NODES = 64, 128
 NUM_HALVINGS = 80
-#: Gauss-Legendre panels, each as long as all nearer ones, and their nodes.
+#: Gauss-Legendre panels, each as long as all nearer ones; their nodes.
 NUM_PANELS, PANEL_NODES = 8, 12
 #: Negligible fall of a log density.
 NEGLIGIBLE = 40.0
@@ -114,7 +114,7 @@ def _maximum(slope: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
 
 
 def _reach(log_product: Callable[[Tensor], Tensor], centre: Tensor, side: float) -> Tensor:
-    """The distance from the maximum to where the product is negligible, up to a factor 2."""
+    """Distance to where the product is negligible, up to a factor 2."""
     top, reach = log_product(centre), torch.full_like(centre, math.sqrt(2 * NEGLIGIBLE))
     for _ in range(NUM_HALVINGS):
         # Also true for NaN.

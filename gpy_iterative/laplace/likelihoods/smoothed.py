@@ -54,7 +54,6 @@ class SmoothedLikelihood(PointwiseLikelihood):
         return total
 
     def _softmax_curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
-        """E (diag p - p p^T)."""
         chunk = max(CHUNK_NUMBERS // (len(self._nodes) * self.likelihood.num_classes), 1)
         parts = []
         for latent, root in zip(f.split(chunk), self._roots.split(chunk), strict=True):

@@ -122,7 +122,7 @@ def _student_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def _beta_concentrations(likelihood: Likelihood, f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Alpha and beta (each one more than GPyTorch documents), and d alpha / df."""
+    """Alpha and beta (one more than GPyTorch documents), and d alpha / df."""
     scale, mixture = likelihood.scale.to(f.dtype), torch.sigmoid(f[:, 0])
     return scale * mixture + 1, scale * (1 - mixture) + 1, scale * mixture * torch.sigmoid(-f[:, 0])
 

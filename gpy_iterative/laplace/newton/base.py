@@ -27,7 +27,7 @@ EPS = torch.finfo(torch.float64).eps
 ARMIJO, SHORTEST_STEP = 1e-4, EPS
 #: Psi decides if the promised rise exceeds its rounding TOLD times; a relative fall below UNTOLD may be rounding.
 TOLD, UNTOLD = 100, 1e-6
-#: Steps without progress that end the search; least relative progress of the gradient's norm.
+#: Steps without progress that end the search; least relative progress.
 PATIENCE, LEAST_PROGRESS = 3, 0.01
 CHUNK_POINTS = 4096
 
@@ -85,7 +85,7 @@ class LaplaceSolution(Solution):
 
     @property
     def num_kernel_products(self) -> int:
-        """Kernel products, however many columns each."""
+        """Kernel products, of any width."""
         return round(self.stats.epochs)
 
     @property
@@ -174,9 +174,6 @@ class LaplaceSolver(ABC):
     Args:
         max_outer: most Newton steps.
         tolerance: of |g - v| / |g|, unless rounding hides g - v; None chooses by dtype.
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     max_outer: int = 50
@@ -228,9 +225,8 @@ class LaplaceSolver(ABC):
         """Finds the mode; see the solution's status.
 
         Args:
-            prior, likelihood: of n points and C functions.
             initial_weights: warm start v [n, C]; costs one product.
-            initial_solution: warm start with actions: this solver's, for the same prior and a W of the same range.
+            initial_solution: this solver's, for the same prior and a W of the same range.
             generator: for covariance actions.
             callback: called after every Newton step; `epochs` are kernel products.
 
@@ -312,7 +308,6 @@ class LaplaceSolver(ABC):
         return problem.evaluated(f, v) if math.isfinite(joint) and joint > cold.log_joint else cold
 
     def _damped(self, problem: Problem, iterate: Iterate, dv: Tensor, df: Tensor) -> Iterate | None:
-        """The iterate after the longest step that raises psi enough."""
         # Where rounding hides the rise, the slope at the step's end decides (approximate Wolfe condition, Hager and Zhang
         # 2005).
         slope = float(iterate.error @ df)

@@ -153,7 +153,7 @@ def _transform(basis: ActionBasis, curvature: Curvature) -> Tensor:
 
 
 def inverse_root(matrix: Tensor, eps: float) -> Tensor:
-    """A [B, r], A A^T the pseudo-inverse of a semi-definite matrix with rounding `eps`."""
+    """A [B, r], A A^T the pseudo-inverse of a matrix with rounding `eps`."""
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     kept = values > 10 * len(values) * eps * values.amax() if len(values) else values > 0
     return vectors[:, kept] / values[kept].sqrt()

@@ -37,7 +37,7 @@ class LaplaceNewton(LaplaceSolver):
 
     Args:
         max_inner: most actions per Newton step.
-        forcing: relative weighted residual at which a step's solve ends.
+        forcing: relative weighted residual that ends a step's solve.
         preconditioner: recipe for a low-rank factor of K with k columns per function (in total for coupled functions), for
             fewer actions to the mode; None is conjugate gradients on I + R^T K R. A Newton step costs
             n C^2 k^2 + (C k)^3 / 3 multiply-adds; memory n k (n C k without a shared kernel) plus (C k)^2.
@@ -121,7 +121,7 @@ class _SubspaceSteps(StepSolver):
     def _solved(
         self, system: GalerkinSystem, iterate: Iterate, limit: int, first: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The solution v, and K v; `first` are the first actions."""
+        """Solution v and K v; `first` are the first actions."""
         curvature, rhs = system.curvature, self._rhs(iterate, system.curvature)
         target = self._options.forcing * _whitened_norm(curvature, iterate.error)  # residual of v
         v, image = self._galerkin(system, rhs)
@@ -150,7 +150,7 @@ class _SubspaceSteps(StepSolver):
             count -= taken
 
     def _refined(self, system: GalerkinSystem, curvature: Curvature, width: int, limit: int) -> int:
-        """Adds up to `limit` actions; returns their number."""
+        """Returns the number of new actions."""
         shape = (curvature.num_columns, width)
         base = torch.randn(shape, generator=self._generator, dtype=torch.float64, device=self._generator.device)
         rhs = curvature.pinv(curvature.root(base.to(self._problem.mean)))

@@ -17,7 +17,6 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import BlockFactor, block_cholesky
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, LowRankRecipe
 
-#: Columns per chunk of W L.
 WEIGHTED_COLUMNS = 32
 
 

@@ -47,7 +47,6 @@ class WhitenedSystem:
 
     @classmethod
     def at(cls, kernel: LinearOperator, solution: LaplaceSolution) -> "WhitenedSystem":
-        """No kernel product."""
         curvature, dtype = solution.curvature, kernel.dtype
         # Nystrom: K S (S^T K S)^+ S^T K <= K, so preconditioned eigenvalues are at least 1.
         known = solution.images @ inverse_root(solution.actions.mT @ solution.images, torch.finfo(dtype).eps)
@@ -70,7 +69,7 @@ def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinear
 
 
 def dense_factor(kernel: Tensor, curvature: Curvature, dtype: torch.dtype) -> Tensor:
-    """Cholesky factor of H for a float64 K with entries computed in `dtype`."""
+    """Cholesky factor of H; `dtype` is that in which K was computed."""
     inner = curvature.root_t(curvature.root_t(kernel).mT)
     inner = (inner + inner.mT) / 2
     inner.diagonal().add_(1)

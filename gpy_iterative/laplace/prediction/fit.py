@@ -20,7 +20,7 @@ from gpy_iterative.training.snapshot import ModelSnapshot
 
 @dataclass(frozen=True)
 class LaplaceFit:
-    """Observed data, their prior, and the mode or last refinement."""
+    """Observed data and their mode or last refinement."""
 
     snapshot: ModelSnapshot
     inputs: list[Tensor]

@@ -1,4 +1,4 @@
-"""Sample functions of a latent posterior, f + f_p(.) - k(., X) zeta with zeta ~ N(0, P).
+"""Sample functions f + f_p(.) - k(., X) zeta with zeta ~ N(0, P).
 
 Wilson et al. 2021, "Pathwise conditioning of Gaussian processes".
 """

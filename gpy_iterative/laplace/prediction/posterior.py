@@ -39,17 +39,16 @@ from gpy_iterative.training.training_system import check_has_data, check_inputs,
 
 logger = logging.getLogger(__name__)
 
-#: Test points per chunk.
 CHUNK_POINTS = 1024
 #: Of the default solver: few Newton steps leave much of the variance undetermined.
 COVARIANCE_ACTIONS = 100
-#: Largest negative variance from rounding, relative to the prior's.
+#: Relative size of negative variances from rounding.
 NEGATIVE_VARIANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class VarianceSplit:
-    """A posterior variance and its two parts, float64.
+    """A posterior variance, float64.
 
     Attributes:
         total: mathematical + computational, [*b, t] or [*b, t, C].
@@ -65,12 +64,11 @@ class VarianceSplit:
 class LaplacePosterior:
     """The latent posterior at x is `posterior(x)`.
 
-    The constructor finds the mode. Changed hyperparameters or data start another search from the old mode.
+    Changed hyperparameters or data start another search from the old mode.
 
     Args:
         model: with training data; its `forward` returns the prior.
-        likelihood, solver, num_refinements: as in `IterativeLaplaceGP`.
-        seed: for sample paths and covariance actions.
+        likelihood, solver, seed, num_refinements: as in `IterativeLaplaceGP`.
         initial_weights, params, progress: as in `IterativeLaplaceGP.posterior`.
 
     Raises:
@@ -142,7 +140,7 @@ class LaplacePosterior:
             return MultitaskMultivariateNormal(mean, covariance)
 
     def moments(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Means [*b, t, C] and covariances [*b, t, C, C] of single points, float64, without gradients."""
+        """Means [*b, t, C] and covariances [*b, t, C, C] of single points, float64."""
         fit = self._current()
         with torch.no_grad():
             points = _checked(fit, inputs)
@@ -263,7 +261,7 @@ class LaplacePosterior:
         _, test_train, test_test = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
         whitened = fit.solution.curvature.root_t(test_train.to_dense().double().mT)
         solution = self._solve(fit, whitened, tolerance=tolerance)
-        # The residual makes the error second order in the solve's: large terms cancel in the variance.
+        # The residual makes the error second order in the solve's: large terms cancel.
         known = (solution.value.double() * (whitened + solution.residual.double())).sum(0).view(-1, latents)
         return (point_blocks(test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)
 
