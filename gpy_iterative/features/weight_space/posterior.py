@@ -85,11 +85,11 @@ class WeightSpacePosterior:
         points = checked_inputs(list(model.train_inputs or ()), inputs)
         with graph_for(inputs):
             prior = prior_at(model, points)
-            mean, root, jitter = _projected(prior, weights.mean.unsqueeze(-1), weights.root)
-            covariance = RootLinearOperator(root)
-            return MultivariateNormal(
-                mean.squeeze(-1), covariance if jitter is None else covariance + DiagLinearOperator(jitter)
-            )
+            weight_space = WeightSpacePrior(prior)
+            basis, jitter = weight_space.features().basis.double(), weight_space.jitter
+            mean = prior.loc + (basis @ weights.mean.unsqueeze(-1)).squeeze(-1).to(prior.loc)
+            covariance = RootLinearOperator((basis @ weights.root).to(prior.loc))
+            return MultivariateNormal(mean, covariance if jitter is None else covariance + DiagLinearOperator(jitter))
 
     def sample_paths(self, num_paths: int) -> "WeightSpacePaths":
         """Posterior functions, m^2 each; more paths keep the first ones."""
@@ -133,16 +133,7 @@ class WeightSpacePaths:
         model, _ = self._snapshot.copies()
         points = checked_inputs(list(model.train_inputs or ()), inputs)
         with graph_for(inputs):
-            values, _, _ = _projected(prior_at(model, points), self._samples)
+            prior = prior_at(model, points)
+            basis = WeightSpacePrior(prior).features().basis.double()
+            values = prior.loc.unsqueeze(-1) + (basis @ self._samples).to(prior.loc)
         return values.movedim(-1, 0)
-
-
-def _projected(
-    prior: MultivariateNormal, vectors: Tensor, root: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Mean + U vectors [*b, t, k], U root [*b, t, m], jitter."""
-    weight_space = WeightSpacePrior(prior)
-    basis = weight_space.features().basis.double()
-    values = prior.loc.unsqueeze(-1) + (basis @ vectors).to(prior.loc)
-    spread = basis if root is None else basis @ root
-    return values, spread.to(prior.loc), weight_space.jitter
