@@ -63,10 +63,6 @@ class BoundProblem:
         matrix.diagonal().add_(1)
         return matrix
 
-    def natural_step(self, q: "Gaussian") -> "NaturalStep":
-        residual = self.features.mT @ q.gradient.flatten() - q.coefficients
-        return NaturalStep(q.coefficients, residual, q.sites, q.curvature)
-
     def at(
         self, coefficients: Tensor, sites: Tensor, precision: Tensor, residual: Tensor | None = None
     ) -> "Gaussian | None":
@@ -197,9 +193,11 @@ def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussi
         )
     history: list[NaturalStep] = []
     for _ in range(MAX_STEPS):
-        history = [*history[-MEMORY:], problem.natural_step(current)]
+        residual = problem.features.mT @ current.gradient.flatten() - current.coefficients
+        step = NaturalStep(current.coefficients, residual, current.sites, current.curvature)
+        history = [*history[-MEMORY:], step]
         lengths = _lengths(history, current)
-        found = _mixed(problem, current, history, lengths) or _ascended(problem, current, history[-1])
+        found = _mixed(problem, current, history, lengths) or _ascended(problem, current, step)
         if found is None:
             return current, SolveStatus.STAGNATED
         current, promise = found
