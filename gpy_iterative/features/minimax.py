@@ -21,7 +21,7 @@ from gpy_iterative.worker_threads import CPU
 
 #: The last step's projection and ascent.
 DUE, DONE = {"is_due": torch.tensor(True, device=CPU)}, {"is_due": torch.tensor(False, device=CPU)}
-#: mu="auto" over the least exact mu.
+#: mu="auto" over the least mu with an exact saddle point.
 MARGIN = 1.2
 #: Step along (A - P) / |A|.
 DUAL_STEP = 0.5

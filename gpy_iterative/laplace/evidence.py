@@ -48,7 +48,7 @@ class ObjectiveEstimate:
     left: Tensor  # dL/dK = left right^T, [n C, k] each, or left [n C, n C]
     right: Tensor | None
     mean_weights: Tensor  # dL/dm, [n C]
-    likelihood_terms: Callable[[], Tensor]  # with dL/dphi
+    likelihood_terms: Callable[[], Tensor]  # its gradient is dL/dphi
     status: SolveStatus
     advice: str  # if only the mode was reached
     diagonal: Tensor | None = None  # more for K's diagonal blocks, [n, C, C]

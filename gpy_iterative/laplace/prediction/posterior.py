@@ -52,7 +52,7 @@ class VarianceSplit:
 
     Attributes:
         total: mathematical + computational, [*b, t] or [*b, t, C].
-        mathematical: of exact computation at the same curvature.
+        mathematical: variance of exact computation at the same curvature.
         computational: what more computation would remove.
     """
 
@@ -118,7 +118,7 @@ class LaplacePosterior:
 
     @property
     def report(self) -> ModeReport:
-        """Of the mode and its refinements."""
+        """Report on the mode and its refinements."""
         return self._current().report
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
