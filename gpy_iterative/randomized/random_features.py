@@ -1,7 +1,4 @@
-"""Biased marginal log likelihood of random Fourier features, and base of the unbiased one.
-
-Potapczynski et al. 2021 (see `truncation.py`), section 2.2.
-"""
+"""Biased marginal log likelihood of random Fourier features, and base of the unbiased one."""
 
 import math
 import time
@@ -41,8 +38,8 @@ class FrequencyReport(Report):
     Attributes:
         num_frequencies: of the largest feature matrix.
         grid_index: drawn increment; None without grid.
-        probability: of that draw; None without grid.
-        is_exact: whether the increment ended at the exact likelihood.
+        probability: of that draw.
+        is_exact: the increment ended at the exact likelihood.
     """
 
     num_frequencies: int
@@ -61,7 +58,7 @@ class FeatureSum:
 @dataclass(frozen=True, kw_only=True)
 class FeatureEstimate(Estimate):
     features: Tensor  # Phi [*b, n, F], with graph
-    derivatives: tuple[Tensor, ...]  # of the sum without the exact density, by features, noise, residual
+    derivatives: tuple[Tensor, ...]  # by features, noise, residual, without the exact density
     exact: DensityEstimate | None
     exact_weight: float
 
@@ -83,13 +80,8 @@ class FeatureEstimate(Estimate):
 class FeatureDensity:
     """Log densities of N(0, Phi Phi^T + D) for parts of Phi, with a shared Gram matrix; differentiable once.
 
-    Args:
-        features: Phi [*b, n, F], float64, as a good fit leaves a small difference.
-        noise: D [*b, n], positive, float64.
-        residual: r [*b, n], float64.
-
-    Cost: n F^2, and k^3 for k < n columns, else n^2 k + n^3; three times this with derivatives. Memory: four times Phi,
-    F^2, and n^2 if k >= n.
+    Phi is [*b, n, F], D and r are [*b, n]. Cost: n F^2, and k^3 for k < n columns, else n^2 k + n^3; three times this with
+    derivatives.
     """
 
     def __init__(self, features: Tensor, noise: Tensor, residual: Tensor) -> None:
@@ -98,10 +90,7 @@ class FeatureDensity:
         self._weighted, self._whitened = features / root, self._residual / root
 
     def log_density(self, columns: Tensor, scale: Tensor) -> Tensor:
-        """Log density [*b] of N(0, Phi_k Phi_k^T + D) at r, Phi_k = Phi[:, columns] * scale.
-
-        Raises NonFiniteError for a non-finite covariance.
-        """
+        """Log density [*b] of N(0, Phi_k Phi_k^T + D) at r, Phi_k = Phi[:, columns] * scale."""
         num_data = self._features.shape[-2]
         by_parts = self._by_woodbury if len(columns) < num_data else self._by_dense_factor
         quadratic, log_determinant = by_parts(columns, scale)
@@ -109,14 +98,14 @@ class FeatureDensity:
 
     @cached_property
     def _gram(self) -> Tensor:
-        """Phi^T D^-1 Phi; one product gives both equal derivatives."""
+        """Phi^T D^-1 Phi; one product gives both (equal) derivatives."""
         gram = self._weighted.mT @ self._weighted.detach()
         return 2 * gram - gram.detach()
 
     def _by_woodbury(self, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         gram = self._gram[..., columns, :][..., columns] * (scale.unsqueeze(-1) * scale)
         lower = _factor(gram + torch.eye(len(columns), dtype=gram.dtype, device=gram.device))
-        with torch.no_grad():  # no gradient: the coefficients minimise the quadratic form
+        with torch.no_grad():  # the coefficients minimise the quadratic form
             projected = (self._weighted.mT @ self._whitened)[..., columns, :] * scale.unsqueeze(-1)
             coefficients = torch.cholesky_solve(projected, lower)
             spread = torch.zeros_like(self._weighted[..., 0, :].unsqueeze(-1))
@@ -151,23 +140,22 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     resample: bool
 
     def _needs_float64(self, system: TrainingSystem) -> bool:
-        """In float32 rounded entries would make the exact density, over its probability, another than that of features."""
+        """Float32 entries would bias the exact density against that of features."""
         return True
 
     def _watch_line_search(self, estimate: Estimate) -> None:
-        if self.resample:  # frozen frequencies give a smooth function
+        if self.resample:  # else the function is smooth
             super()._watch_line_search(estimate)
 
     @abstractmethod
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
-        """Number of frequencies, and other draws."""
+        """Number of frequencies, other draws."""
 
     @abstractmethod
-    def _sum(self, num_data: int, draws: Draws) -> FeatureSum:
-        """The log densities for these draws."""
+    def _sum(self, num_data: int, draws: Draws) -> FeatureSum: ...
 
     def _after(self, num_data: int, run: Run, draws: Draws, densities: Sequence[Tensor]) -> Run:
-        """The next run, after these log densities [*b], from the fewest frequencies to the most or the exact one."""
+        """The next run; log densities [*b] are ordered by frequencies, the exact one last."""
         return run
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[FeatureEstimate, Run]:
@@ -210,7 +198,7 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         estimate = FeatureEstimate(
             value=value.to(residual),
             value_sem=torch.full_like(value, math.nan, dtype=residual.dtype),  # unknown from one draw
-            status=SolveStatus.CONVERGED,  # dense factors always converge
+            status=SolveStatus.CONVERGED,
             features=matrix,
             derivatives=tuple(derivative.to(tensor) for derivative, tensor in zip(derivatives, inputs, strict=True)),
             exact=exact,
@@ -222,21 +210,16 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
 
 class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
-    """Biased baseline: the marginal log likelihood of random features, redrawn in every step.
+    """Biased baseline: the marginal log likelihood of random features.
 
     Its quadratic form is too large, its log-determinant too small, the lengthscales at its optimum too short.
-    `RussianRouletteMarginalLogLikelihood` has no bias.
 
     Args:
-        likelihood, model, resample, solver, products, generator: as in `SingleSampleRFFMarginalLogLikelihood`.
         num_frequencies: m per kernel term: 2 m features.
 
-    A step costs n (2m)^2 + (2m)^3, or n^2 2m + n^3 for 2m >= n; memory is about six times n 2m.
+    Cost: n (2m)^2 + (2m)^3, or n^2 2m + n^3 for 2m >= n; memory about six times n 2m.
 
-    Raises:
-        UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an invalid option.
-        SpectralDensityMissingError: (from the call) no random features, or no gradient through them.
+    Other options and errors: see `SingleSampleRFFMarginalLogLikelihood`.
     """
 
     _described = ("num_frequencies", "resample")

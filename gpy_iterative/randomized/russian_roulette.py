@@ -1,8 +1,4 @@
-"""Unbiased training with a random number of conjugate gradient steps.
-
-Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 4.1. Corrections:
-converged columns keep their reweighted sum; the rate follows the solution's decay (rho^-j).
-"""
+"""Training with a random number of conjugate gradient steps, and with a fixed one."""
 
 import math
 from typing import Literal
@@ -28,31 +24,21 @@ SOLVED = 0.01
 class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
     """Marginal log likelihood of an exact Gaussian process: unbiased value and gradient at bounded expected cost.
 
-    Conjugate gradients stop after a random number J of steps; step j is divided by P(J >= j). Early stops cause
-    variance instead of bias: use Adam. Line searches (L-BFGS) fail: values are noisy, and with frozen draws
-    (`resample=False`) the gradient is not that of the value.
+    Conjugate gradients stop after a random number J of steps; step j is divided by P(J >= j). Train with Adam: line
+    searches fail, since values are noisy, and with frozen draws the gradient is not that of the value.
 
     Args:
-        likelihood: Gaussian, with fixed and heteroskedastic noise.
-        model: a `gpytorch.models.ExactGP`.
-        truncation: distribution of J: a `gpy_iterative.truncation.Truncation`, or `AutomaticTruncation()`, which uses the
-            last step's decay.
-        num_truncations: M independent draws of J for the targets, in one run. More lower the quadratic term's variance and
-            lengthen the run.
+        likelihood, model, products, generator: as in `HutchinsonMarginalLogLikelihood`.
+        truncation: distribution of J: a `gpy_iterative.truncation.Truncation` or `AutomaticTruncation()`.
+        num_truncations: M draws of J for the targets. More lower the variance and lengthen the run.
         num_probes: probe vectors.
-        probe_truncation: "independent" draws J per probe, for less variance; "shared" uses the targets' first J, for a
-            shorter run.
-        preconditioner: of the series, and covariance of the probes; None is the identity. A larger rank lowers the
-            variance.
-        tolerance: relative residual of a converged series; None is 1e-10 in float64 and 1e-6 in float32.
-        resample: False keeps J and probes of the first step. They may be replaced in `training_state()`
-            ("series.target_stops", "series.probe_stops" and the probes' draws).
+        probe_truncation: "independent" draws J per probe (less variance); "shared" uses the targets' first J (shorter run).
+        preconditioner: of the series, and covariance of the probes. A larger rank lowers the variance.
+        tolerance: as in `conjugate_gradient_series`.
+        resample: False keeps J and probes of the first step.
         solver: of predictions; None is `gpy_iterative.solvers.default_solver`.
-        products: how kernel products are computed.
-        generator: a generator or a seed; None takes the seed of `torch.manual_seed`.
 
-    A step costs E[largest J] products of H with the open columns, and one derivative pass with M - 1 + num_probes pairs of
-    columns. `report.truncation` has draws, variance and decay.
+    Cost: E[largest J] products of H with the open columns, one derivative pass with M - 1 + num_probes pairs of columns.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
@@ -60,7 +46,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         TypeError: an invalid truncation.
 
     Warns:
-        VarianceWarning: the variance exceeds the squared solution, or is unbounded.
+        VarianceWarning: the variance exceeds the squared solution.
         BiasWarning: the truncation ended before the series converged.
 
     Examples:
@@ -147,17 +133,12 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
 class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
     """Biased baseline: solves with a fixed number of steps.
 
-    The value's quadratic form is too small, its log-determinant too large; the gradient is not that of the value and has
-    another optimum. `HutchinsonMarginalLogLikelihood` solves to a tolerance.
+    The value's quadratic form is too small, its log-determinant too large; the gradient is not that of the value.
 
     Args:
         num_steps: of every solve.
-        likelihood, model, tolerance, num_probes, preconditioner, resample, solver, products, generator: as in
-            `RussianRouletteMarginalLogLikelihood`.
 
-    Raises:
-        UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an invalid option.
+    Other options and errors: see `RussianRouletteMarginalLogLikelihood`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The marginal log likelihood from truncated conjugate gradient series, with or without bias.
+"""The marginal log likelihood from truncated conjugate gradient series.
 
-Potapczynski et al. 2021 (see `truncation.py`), section 4.1, appendix C. With M estimates ys_a = sum_{j <= J_a} length_j
-direction_j / S_j of H^-1 (y - mean) from one run, and xs_i of H^-1 z_i for s probes of covariance P, the gradient is
+Potapczynski et al. 2021 (see `truncation.py`), section 4.1, appendix C. With M estimates ys_a of H^-1 (y - mean) from one
+run, and xs_i of H^-1 z_i for s probes of covariance P, the gradient is
 
     1/2 mean_{a != b} ys_a^T dH ys_b - 1/(2s) sum_i xs_i^T dH P^-1 z_i + (mean_a ys_a)^T dmean.
 
@@ -56,12 +56,12 @@ class TruncationReport(Report):
 
     Attributes:
         truncation: distribution of the draws.
-        target_steps: J of the targets' truncations, [*b, M].
+        target_steps: J of the targets, [*b, M].
         probe_steps: J of each probe, [*b, s].
-        steps: run for the targets and each probe, [*b, 1 + s].
-        converged: which series ended before they were cut, [*b, 1 + s].
-        relative_variance: of one truncation x of H^-1 (y - mean), E|x - E x|^2 / |E x|^2 in the norm of H, [*b].
-        decay_rate: log(rho) of the targets' series, whose terms fall as rho^-j, [*b]: the best rate of a truncation.
+        steps: of targets and probes, [*b, 1 + s].
+        converged: series that ended by themselves, [*b, 1 + s].
+        relative_variance: of one estimate x of H^-1 (y - mean), E|x - E x|^2 / |E x|^2 in the norm of H, [*b].
+        decay_rate: log(rho) of the targets' series, whose terms fall as rho^-j, [*b].
     """
 
     truncation: Truncation
@@ -75,7 +75,7 @@ class TruncationReport(Report):
 
 @dataclass(frozen=True)
 class SeriesOptions:
-    """Options, see `RussianRouletteMarginalLogLikelihood`."""
+    """See `RussianRouletteMarginalLogLikelihood`."""
 
     truncation: Truncation | AutomaticTruncation
     num_truncations: int
@@ -101,7 +101,6 @@ class SeriesOptions:
     def probes(self) -> ProbeDistribution:
         if self.preconditioner is None:
             return Rademacher(num_probes=self.num_probes)
-        # Probes and recurrence share P; its diagonal is the noise.
         return Preconditioned(
             num_probes=self.num_probes,
             rank=self.preconditioner.rank,
@@ -177,7 +176,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return {"target_stops": target_stops, "probe_stops": probe_stops} | drawn
 
     def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
-        """Raises ValueError for other shapes: a single draw would be squared."""
+        """A single draw would be squared."""
         for name, stops, count in (
             ("series.target_stops", target_stops, self.series.num_truncations),
             ("series.probe_stops", probe_stops, self.probes.num_probes),
@@ -190,7 +189,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
 @dataclass(frozen=True)
 class _Member:
-    """One system of a batch, with M truncations for the targets and one per probe."""
+    """One system of a batch."""
 
     operator: LinearOperator  # [n, n]
     residual: Tensor  # [n]
@@ -293,10 +292,7 @@ def _stacked(members: list[DensityEstimate], batch: torch.Size) -> DensityEstima
 
 
 def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of 1/2 mean_{a != b} ys_a^T dH ys_b for [n, M]: M - 1 pairs of columns, by sum_{a < b}, as dH is symmetric.
-
-    One truncation gives its biased square, for plain conjugate gradients.
-    """
+    """Factors [n, M - 1] of 1/2 mean_{a != b} ys_a^T dH ys_b, as dH is symmetric; biased for M = 1."""
     count = targets.shape[-1]
     if count == 1:
         return 0.5 * targets, targets
@@ -304,7 +300,7 @@ def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pooled_energies(runs: list[Series]) -> Tensor:
-    """Energies of the targets' series [J], relative to their sums, added over the batch."""
+    """Relative energies of the targets [J], added over the batch."""
     pooled = torch.zeros(max(series.iterations for series in runs), dtype=torch.float64, device=CPU)
     for series in runs:
         energies = series.energies[:, 0]

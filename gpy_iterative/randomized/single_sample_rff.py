@@ -1,7 +1,6 @@
 """Unbiased training with random features: one random increment of a grid, divided by its probability.
 
-Potapczynski et al. 2021 (see `truncation.py`), section 4.2, appendix B. Corrections: telescoping differences of grid
-neighbours, probabilities by number of frequencies instead of index, a separate share for the exact term.
+Potapczynski et al. 2021 (see `truncation.py`), section 4.2, with differences of grid neighbours.
 """
 
 from collections.abc import Sequence
@@ -22,37 +21,35 @@ from gpy_iterative.worker_threads import CPU
 
 #: Initial adaptive probability of the exact term.
 EXACT_SHARE = 0.4
-#: Weight of an increment's prior guess, in observations.
+#: Weight of a prior guess, in observations.
 PRIOR_COUNT = 4.0
-#: Uniform share of draws, so that no probability vanishes.
+#: Uniform share of draws.
 UNIFORM_SHARE = 0.05
 
 
 class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     """The marginal log likelihood from random features, with unbiased value and gradient.
 
-    A step evaluates the log likelihoods of m_0, m_{k-1} and m_k nested random frequencies for one random k, with
-    m_k = min_frequencies + k frequency_step. `RussianRouletteMarginalLogLikelihood` has less variance.
+    A step evaluates the log likelihoods of m_0, m_{k-1} and m_k nested frequencies for one random k.
+    `RussianRouletteMarginalLogLikelihood` has less variance.
 
     Args:
-        likelihood: Gaussian with diagonal noise (also fixed and heteroskedastic).
-        model: a `gpytorch.models.ExactGP` whose kernel has a registered spectral density.
+        likelihood: Gaussian with diagonal noise.
+        model: an ExactGP whose kernel has a registered spectral density.
         min_frequencies: m_0.
-        frequency_step: spacing of the grid.
+        frequency_step: m_k - m_{k-1}.
         max_frequencies: limit of m_k; None is half the number of data.
-        probabilities: "inverse", as in the paper, proportional to 1 / m_k; "adaptive", to the root mean square of earlier
-            increments, with 0.4 for the exact term at first.
-        exact_last: the grid ends with the exact log likelihood, a Cholesky factor of cost O(n^3). False is unbiased for the
-            last number of frequencies.
+        probabilities: "inverse", proportional to 1 / m_k; "adaptive", to the root mean square of earlier increments.
+        exact_last: the grid ends with the exact log likelihood. False is unbiased for the last number of frequencies.
         resample: False keeps frequencies and increment of the first step.
-        solver, products, generator: as in `RussianRouletteMarginalLogLikelihood`. Predictions use the kernel itself.
+        solver, products, generator: as in `RussianRouletteMarginalLogLikelihood`.
 
-    A step costs n (2 m_k)^2 + (2 m_k)^3, and n^3 for the exact term; memory is about six times n 2 m_k.
+    Cost: n (2 m_k)^2 + (2 m_k)^3, and n^3 for the exact term; memory about six times n 2 m_k.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an invalid option; (from the call) a grid without increments or with other probabilities.
-        SpectralDensityMissingError: (from the call) no random features, or no gradient through them.
+        ValueError: an invalid option; (from the call) a grid without increments.
+        SpectralDensityMissingError: (from the call) no differentiable random features.
     """
 
     _described = ("min_frequencies", "frequency_step", "max_frequencies", "probabilities", "exact_last", "resample")
@@ -113,7 +110,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             guess[-1] = EXACT_SHARE / (1 - EXACT_SHARE) * guess[:-1].sum()
         seen = _seen(run, len(guess))
         if int((seen["count"] > 0).sum()):
-            # The guess has only proportions.
+            # The guess is known up to a factor.
             scale = (seen["squares"] / guess.square()).sum() / seen["count"].sum()
             guess = (
                 (PRIOR_COUNT * scale * guess.square() + seen["squares"]) / (PRIOR_COUNT + seen["count"])
@@ -128,7 +125,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         probabilities = self._probabilities(grid, run)
         uniform = torch.rand((), generator=generator, device=generator.device, dtype=torch.float64).cpu()
         index = int(torch.searchsorted(probabilities.cumsum(0), uniform).clamp_max(len(grid) - 2)) + 1
-        # Below the exact term, the largest feature matrix is the previous one.
+        # The exact term needs no features of its own.
         count = int(grid[index - 1] if self._is_exact(grid, index) else grid[index])
         return count, {"index": torch.tensor(index, device=CPU), "probability": probabilities[index - 1]}
 
@@ -154,7 +151,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
 
 
 def _seen(run: Run, increments: int) -> Draws:
-    """Earlier draws of each increment, and the sum of its squares."""
+    """Number of each increment's draws, and their sum of squares."""
     seen = run.parts.get("increments")
     if seen is None or len(seen["count"]) != increments:
         zeros = torch.zeros(increments, dtype=torch.float64, device=CPU)

@@ -27,16 +27,16 @@ DEFAULT_TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 @dataclass(frozen=True)
 class Series:
-    """One run of conjugate gradients for t columns, with k reweighted sums.
+    """One run for t columns, with k reweighted sums.
 
     Attributes:
-        sums: sum_{j <= J} length_j direction_j / S_j, [n, k]; each belongs to one column.
-        lengths: of the steps, [J, t], float64 on the CPU; zero after a column's end.
+        sums: sum_{j <= J} length_j direction_j / S_j, [n, k].
+        lengths: length_j, [J, t], float64 on the CPU; zero after a column's end.
         products: r_{j-1}^T P^-1 r_{j-1}, like `lengths`.
         steps: of each column, [t].
-        converged: columns that ended before their last J, at tolerance or rounding floor, [t].
-        indefinite: columns that ended above the rounding floor without positive curvature, [t].
-        norms: final relative residual norms, which no truncation removes, [t], float64.
+        converged: columns that ended by themselves, [t].
+        indefinite: those of them without positive curvature, above rounding errors, [t].
+        norms: final relative residuals of plain conjugate gradients, [t], float64.
         seconds: wall-clock time.
     """
 
@@ -84,16 +84,14 @@ def conjugate_gradient_series(
     Args:
         operator: H [n, n].
         rhs: B [n, t].
-        columns: column of each sum, [k]; every column has at least one.
+        columns: column of each sum, [k], all at least once.
         stops: J of each sum, [k], at least 1.
-        log_survival: log S_j for j = 1, ..., max(stops), float64; zeros give plain conjugate gradients.
+        log_survival: log S_j for j = 1, ..., max(stops); zeros give plain conjugate gradients.
         preconditioner: P.
         tolerance: relative residual norm of a converged column; None is 1e-10 in float64, 1e-6 in float32.
 
-    A converged column keeps its reweighted sum, since its solution would bias the estimate.
-
     Cost: max(stops) products of H and P^-1 with the open columns. Memory: eight blocks [n, t] and the sums. Raises
-    ValueError for a tolerance outside (0, 1), NonFiniteError for NaN or infinity.
+    NonFiniteError for NaN or infinity.
     """
     start = time.perf_counter()
     size, num_columns = rhs.shape
@@ -117,7 +115,7 @@ def conjugate_gradient_series(
     indefinite = torch.zeros_like(converged)
     lengths, products = [], []
 
-    opened = (~converged).nonzero().squeeze(-1)  # of the block
+    opened = (~converged).nonzero().squeeze(-1)
     residual = residual[:, opened.to(rhs.device)]
     running = torch.zeros_like(residual)
     directions = ConjugateDirections.begin(residual, preconditioner)
@@ -145,6 +143,7 @@ def conjugate_gradient_series(
         place = torch.full((num_columns,), -1, device=CPU)
         place[opened] = torch.arange(len(opened), device=CPU)
         ends = (place[columns] >= 0) & ((stops == step) | (converged[columns] & (stops >= step)))
+        # A converged column keeps its reweighted sum: its solution would bias the estimate.
         if ends.any():
             index = ends.nonzero().squeeze(-1)
             source = place[columns[index]].to(rhs.device)
@@ -192,28 +191,27 @@ def russian_roulette_solve(
     """An unbiased estimate of H^-1 B by a random number of conjugate gradient steps per column.
 
     Args:
-        operator: H [n, n], symmetric positive definite.
+        operator: H [n, n], positive definite.
         rhs: B [n] or [n, t].
-        truncation: of the number of steps; `ExponentialTruncation` gets `max_steps` if it has none.
-        preconditioner: built for this operator, or a recipe.
+        truncation: of the number of steps.
+        preconditioner: P, or a recipe.
         tolerance: as in `conjugate_gradient_series`.
-        generator: None is seed 0.
+        generator: None has seed 0.
 
     Returns:
-        A Solution. Its value has the expectation H^-1 B and a large residual; the statistics have the residual norms of
-        plain conjugate gradients.
+        A Solution. Its statistics have the residual norms of plain conjugate gradients.
 
     Raises:
-        ValueError: mismatched shapes, dtypes or devices, a batch, an invalid option, an inconsistent truncation.
+        ValueError: mismatched shapes, dtypes or devices, a batch, an invalid option.
         TypeError: an invalid truncation.
-        NonFiniteError: as `conjugate_gradient_series`.
+        NonFiniteError: NaN or infinity.
     """
     check_truncation(truncation)
     block = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
     groups = (ColumnGroup("targets", block.shape[-1], 0.0),)
     if operator.batch_shape:
         raise ValueError(f"A series is run for one system at a time, got a batch {tuple(operator.batch_shape)}.")
-    LinearSystem(operator, block, groups)  # checks them
+    LinearSystem(operator, block, groups)  # checks its arguments
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     overhead = 1.0
     if isinstance(preconditioner, PreconditionerRecipe):

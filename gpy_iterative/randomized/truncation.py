@@ -1,7 +1,7 @@
-"""Distributions of the number of terms of a series, with survival functions in log space.
+"""Distributions of the number J of terms of a series.
 
-A sum cut after a random number J of terms is unbiased if term j is divided by S_j = P(J >= j). Potapczynski et al.
-2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 3. S_j is always float64.
+A sum cut after J terms is unbiased if term j is divided by S_j = P(J >= j): Potapczynski et al. 2021, "Bias-Free
+Scalable Gaussian Processes via Randomized Truncations", section 3.
 """
 
 import math
@@ -17,9 +17,9 @@ from gpy_iterative.worker_threads import CPU
 
 #: Survival probability that ends an infinite sum.
 NEGLIGIBLE = 1e-18
-#: Largest weight 1 / S_j, times eps: beyond, rounding errors exceed the correction.
+#: Largest weight 1 / S_j, times eps; rounding errors grow with it.
 LARGEST_WEIGHT = 0.1
-#: For chosen truncations: largest rate, and rest of the sum of squared norms beyond the minimum.
+#: Largest chosen rate, and rest of the sum of squared norms beyond a chosen minimum.
 MAX_RATE = 0.1
 TAIL = 0.1
 
@@ -29,7 +29,7 @@ class Truncation(Protocol):
     """A distribution of J in {1, 2, ...}."""
 
     def log_survival(self, steps: Tensor) -> Tensor:
-        """`log P(J >= j)` for integers [*], float64: 0 for j = 1, never increasing, -inf past the end."""
+        """Log P(J >= j) for integers [*], float64: 0 for j = 1, -inf past the end."""
         ...
 
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -39,16 +39,12 @@ class Truncation(Protocol):
 
 @dataclass(frozen=True)
 class ExponentialTruncation:
-    """P(J) proportional to exp(-rate J) on {min_steps, ..., max_steps} (equation 17 of the paper).
+    """P(J) proportional to exp(-rate J) on {min_steps, ..., max_steps} (equation 17).
 
     Args:
         min_steps: terms always taken, with weight 1.
-        rate: decay of the probability; 0 is uniform. If terms fall as rho^-j in norm, the variance is finite for rate < 2
-            log(rho), and the best for its cost at log(rho), see `for_condition_number`.
-        max_steps: None is unlimited (`within` sets it for a system).
-
-    Raises:
-        ValueError: an invalid option.
+        rate: 0 is uniform. Best is log(rho) for terms that fall as rho^-j in norm; the variance is finite below twice that.
+        max_steps: None is unlimited; `within` sets it for a system.
 
     Examples:
         >>> truncation = gpi.truncation.ExponentialTruncation(min_steps=80, rate=0.05)
@@ -78,8 +74,8 @@ class ExponentialTruncation:
     def for_condition_number(cls, condition_number: float, budget: float) -> Self:
         """The least variance for a preconditioned condition number and an expected number of steps.
 
-        The rate is log(rho), rho = (sqrt(condition_number) + 1) / (sqrt(condition_number) - 1), at most 0.1. Raises
-        ValueError for an invalid option, or a budget too small for the rate.
+        The rate is log((sqrt(c) + 1) / (sqrt(c) - 1)) for condition number c, at most 0.1. Raises ValueError for a budget
+        too small for it.
         """
         for name, value in (("condition_number", condition_number), ("budget", budget)):
             check_number(name, value, "be finite and at least 1", lambda number: 1 <= number < math.inf)
@@ -94,10 +90,9 @@ class ExponentialTruncation:
         return cls(min_steps, rate)
 
     def within(self, num_rows: int, dtype: torch.dtype) -> Self:
-        """Sets `max_steps`, if None, for a system of n rows and its dtype.
+        """Unless `max_steps` is given, limits steps to 2 n and 1 / S_j to a tenth of 1 / eps.
 
-        The end is 2 n steps, or earlier where 1 / S_j reaches a tenth of 1 / eps. `min_steps` is lowered to 2 n. Raises
-        ValueError if the rate allows no step beyond `min_steps`.
+        Raises ValueError if the rate allows no step beyond `min_steps`.
         """
         if self.max_steps is not None:
             return self
@@ -126,7 +121,7 @@ class ExponentialTruncation:
         if self.rate == 0:
             beyond = uniform * self._support
         else:
-            # The logarithm of a sum near one is rounding noise for a tiny rate.
+            # log and exp would lose all digits at a tiny rate.
             beyond = -torch.log1p(uniform * math.expm1(-self.rate * self._support)) / self.rate
         return self.min_steps + beyond.floor().clamp(0, self._support - 1).long()
 
@@ -135,7 +130,7 @@ class ExponentialTruncation:
         return self.min_steps + _geometric_mean(self.rate) if self.max_steps is None else self.expected_max(1)
 
     def expected_max(self, count: int) -> float:
-        """Expected largest of `count` draws; sums over the support."""
+        """Expected largest of `count` draws."""
         check_count("count", count)
         last = self.max_steps
         if last is None:
@@ -154,7 +149,6 @@ class ExponentialTruncation:
 
 
 def within(truncation: Truncation, num_rows: int, dtype: torch.dtype) -> Truncation:
-    """`ExponentialTruncation.within`; other truncations stay unchanged."""
     return truncation.within(num_rows, dtype) if isinstance(truncation, ExponentialTruncation) else truncation
 
 
@@ -167,7 +161,7 @@ def check_truncation(truncation: object) -> None:
 
 
 def draw_stops(truncation: Truncation, size: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Independent J, [*size] on the CPU. Raises ValueError for another shape."""
+    """Checked draws, [*size] on the CPU."""
     stops = truncation.sample(size, generator)
     if tuple(stops.shape) != tuple(size):
         raise ValueError(
@@ -178,10 +172,7 @@ def draw_stops(truncation: Truncation, size: Sequence[int], generator: torch.Gen
 
 
 def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
-    """`log S_j` for j = 1, ..., max(stops).
-
-    Raises ValueError for draws that are no positive integers, or contradict the survival function.
-    """
+    """Checked log S_j for j = 1, ..., max(stops)."""
     name = type(truncation).__name__
     if not stops.numel():
         return torch.zeros(0, dtype=torch.float64, device=CPU)
@@ -201,7 +192,7 @@ def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FixedTruncation:
-    """A fixed number of steps: biased, all weights are 1. Raises ValueError for fewer than one."""
+    """A fixed number of steps: biased, all weights are 1."""
 
     num_steps: int
 
@@ -221,10 +212,9 @@ class FixedTruncation:
 
 @dataclass(frozen=True)
 class AutomaticTruncation:
-    """Rate and minimum from the last step's decay; `start` for the first step.
+    """Rate and minimum from the last step's decay (this step's would cause bias); `start` for the first step.
 
     The rate is log(rho) of terms that fall as rho^-j, at most 0.1. The minimum leaves a tenth of the sum of squared norms.
-    The current draw would cause bias. Raises TypeError for another start.
     """
 
     start: ExponentialTruncation = ExponentialTruncation()
@@ -237,14 +227,14 @@ class AutomaticTruncation:
         """The next truncation, from a step's squared norms of terms, [J]."""
         energies = energies.double()
         decay = decay_rate(energies)
-        # A short run barely shows a decay: limits the growth to threefold per step.
+        # A short run barely shows a decay: at most threefold growth per step.
         rate = min(MAX_RATE, max(decay, 1 / len(energies)))
         min_steps = min(_steps_to_tail(energies, decay), 2 * len(energies))
         return ExponentialTruncation(min_steps, rate, self.start.max_steps and max(self.start.max_steps, min_steps))
 
 
 def _steps_to_tail(energies: Tensor, decay: float) -> int:
-    """The first j after which at most TAIL of the sum is left, by geometric extrapolation."""
+    """First j that leaves at most TAIL of the sum, by geometric extrapolation."""
     if decay <= 0:
         return 2 * len(energies)
     rest = float(energies[-1]) * _geometric_mean(2 * decay)
@@ -257,10 +247,7 @@ def _steps_to_tail(energies: Tensor, decay: float) -> int:
 
 
 def decay_rate(energies: Tensor) -> float:
-    """`log(rho)` of norms that fall as rho^-j, from the second half of their squares [J], without zeros.
-
-    Fewer than four terms give inf.
-    """
+    """log(rho) of norms that fall as rho^-j, from the second half of their squares [J]; inf for fewer than four."""
     logarithms = energies[energies > 0].double().log() / 2
     if len(logarithms) < 4:
         return math.inf
@@ -271,10 +258,10 @@ def decay_rate(energies: Tensor) -> float:
 
 
 def _largest_rate(dtype: torch.dtype) -> float:
-    """The rate at which the first weight beyond the minimum reaches its limit."""
+    """Of which the first weight beyond the minimum reaches its limit."""
     return math.log(LARGEST_WEIGHT / torch.finfo(dtype).eps)
 
 
 def _geometric_mean(x: float) -> float:
-    """1 / (e^x - 1), the mean of a geometric distribution on 0, 1, ...; e^x may be infinite."""
+    """1 / (e^x - 1); e^x may be infinite."""
     return math.exp(-x) / -math.expm1(-x)
