@@ -21,9 +21,9 @@ from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.samples import Head, KnownValues, Sample
 from gpy_iterative.training.likelihood_forms import expected_log_prob
 
-#: 1 / (largest curvature of a logistic likelihood), for likelihoods without noise.
+#: 1 / (largest curvature of a logistic likelihood).
 LOGISTIC_NOISE = 4.0
-#: Largest prior variance that a head alone omits without a warning, relative to the noise.
+#: Largest omitted prior variance without a warning, relative to the noise.
 OMITTED = 0.1
 
 
@@ -51,16 +51,12 @@ class Call:
     generator: torch.Generator
 
     def rows(self, model: QuadruplyStochasticGP, index: Tensor, *, is_gaussian: bool) -> Rows:
-        """Rows `index` [b]; raises as `noise`."""
         x = self.x[index]
         noise = self.noise(index) if is_gaussian else None
         return Rows(x, self.target[index].to(x), model.prior_mean(x), noise, self.num_data / len(index))
 
     def noise(self, index: Tensor) -> Tensor:
-        """Gaussian noise variances [b] at rows `index`.
-
-        Raises ValueError for a wrong number of noises, and if they are not finite and positive.
-        """
+        """Gaussian noise variances [b] at rows `index`."""
         is_fixed = isinstance(self.likelihood, FixedNoiseGaussianLikelihood)
         given = self.kwargs.get("noise", self.likelihood.noise_covar.noise if is_fixed else None)
         if given is None:
@@ -72,7 +68,7 @@ class Call:
                 "own: mll(model(x), y, noise=noise)."
             )
         else:
-            # Not from the likelihood, which adds its second noise to a passed noise twice.
+            # The likelihood would add its second noise to a passed noise twice.
             noise = given[index] + (self.likelihood.second_noise if is_fixed else 0)
         bad = ~(torch.isfinite(noise) & (noise > 0))
         if bad.any():
@@ -85,8 +81,7 @@ def gaussian_term(
 ) -> Tensor:
     """-2 E_q log p(y | f) with an unbiased gradient: [], float64.
 
-    Without known values, two independent samples estimate squared residuals. With known values and a shared diagonal of C
-    it is exact.
+    Without known values, two independent samples estimate squared residuals.
     """
     if known is None:
         head = Head.of(model, model.head_features(rows.x))
@@ -111,9 +106,8 @@ def site_bound(
 ) -> Tensor:
     """Lower bound of E_q log p(y | f) for a log-concave likelihood, with an unbiased gradient: [], float64.
 
-    It follows from Jensen's inequality, since the sampled latent mean is unbiased given the weights. It is exact for all
-    groups, and for known values with a shared diagonal of C (then for any likelihood). Theorem 3 of Evans and Nair 2018
-    lacks a square root of the variance and is no bound.
+    It follows from Jensen's inequality, since the sampled latent mean is unbiased given the weights. Theorem 3 of Evans
+    and Nair 2018 lacks a square root of the variance and is no bound.
     """
     if known is None:
         head = Head.of(model, model.head_features(rows.x))
@@ -137,10 +131,9 @@ def site_bound(
 
 
 def control_term(known: KnownValues, first: Sample, second: Sample, residual: Tensor, noise: Tensor) -> Tensor:
-    """Control variate for `gaussian_term`, divided by the number of points p: value and gradient have mean zero.
+    """Control variate for `gaussian_term`, divided by the number of points (Evans and Nair 2018, equation 3).
 
-    sum_p [ (r - a)^2 - (r - v_i)(r - v_j) ] / noise for known latent mean a and estimates v_i, v_j (Evans and Nair 2018,
-    equation 3). `residual` r and `noise` [p] are detached: their gradient would be biased by (all) / |U|.
+    Value and gradient have mean zero. `residual` and `noise` [p] must be detached: their gradient would be biased.
     """
     estimate = _product_of_residuals(residual, known.head, (first, known.left), (second, known.right))
     total = _square_of_residuals(residual, known) - estimate
@@ -164,7 +157,7 @@ def _product_of_residuals(
 def _diagonal_variance(
     model: QuadruplyStochasticGP, rows: Rows, head: Head, sample: Sample, features: Tensor, factor: float = 1.0
 ) -> Tensor:
-    """Latent variance [b] from C's diagonal columns; `factor` scales an estimate."""
+    """Latent variance [b] from C's diagonal columns."""
     if model.weights.shared_diagonal:
         return head.variance + model.weights.shared_variance * model.tail_prior_variance(rows.x, head.features)
     return head.variance + factor * sample.variance(features)
@@ -205,7 +198,6 @@ def initialization_undone(weights: FeatureWeights, *, always: bool) -> Iterator[
 
 @torch.no_grad()
 def warn_of_omission(model: QuadruplyStochasticGP, rows: Rows) -> None:
-    """Warns of a head alone whose omitted eigenvalues matter beside the noise."""
     if not isinstance(model.basis, NystromBasis) or model.num_tail_groups:
         return
     noise = LOGISTIC_NOISE if rows.noise is None else float(rows.noise.mean())
@@ -222,7 +214,6 @@ def warn_of_omission(model: QuadruplyStochasticGP, rows: Rows) -> None:
 
 @torch.no_grad()
 def warn_of_capacity(model: QuadruplyStochasticGP, rows: Rows, num_data: int, parameters: Iterable[Tensor]) -> None:
-    """Warns of learned hyperparameters with too many features."""
     free = any(parameter.requires_grad for parameter in parameters)
     is_random = model.basis.knows_group_variance and not model.basis.num_head_features
     if rows.noise is None or not is_random or not free:

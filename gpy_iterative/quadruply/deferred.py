@@ -14,24 +14,17 @@ from gpy_iterative.exact.prediction.covariance import DenseOnRequestLinearOperat
 if TYPE_CHECKING:
     from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 
-#: A larger relative change of variances means that the weights have changed.
+#: Relative change of variances that shows changed weights.
 MOVED = 1e-3
-#: Rounding error of k(x, x) - |phi(x)|^2 in units of eps |phi(x)|^2.
+#: Rounding error of k(x, x) - |phi(x)|^2 over eps |phi(x)|^2.
 ROUNDING = 100
 
 
 class DeferredPrediction(MultivariateNormal):
-    """Output of a model in train mode; predicts when mean or covariance is read.
-
-    Args:
-        model: predicts by its `posterior`.
-        x: [n, d].
-
-    Derived distributions (`likelihood(output)`, `output[:5]`) are plain MultivariateNormals.
-    """
+    """`model.posterior(x)`, computed when mean or covariance is read."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MultivariateNormal:
-        # GPyTorch derives distributions by `self.__class__(mean, covariance)`.
+        # GPyTorch calls `self.__class__(mean, covariance)`.
         if kwargs or (args and isinstance(args[0], Tensor)):
             return MultivariateNormal(*args, **kwargs)
         return super().__new__(cls)
@@ -73,7 +66,6 @@ class WeightSpaceCovarianceLinearOperator(DenseOnRequestLinearOperator):
         return self.root.square().sum(-1) + self.diagonal_part
 
     def _evaluated(self) -> Tensor:
-        """Raises RuntimeError if the model has changed since the prediction."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.x.requires_grad):
             others = self.model.diagonal_part(self.x)
             if not torch.allclose(others.diagonal(), self.diagonal_part, rtol=MOVED, atol=self._tolerance()):

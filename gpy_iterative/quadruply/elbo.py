@@ -1,7 +1,4 @@
-"""Evidence lower bound of a Gaussian process in weight space, from a few rows and features per step.
-
-Evans and Nair 2018 (see `model.py`), with an estimate of less variance.
-"""
+"""Evidence lower bound of a Gaussian process in weight space."""
 
 import logging
 import time
@@ -47,14 +44,14 @@ class QuadruplyStochasticReport(Report):
     """One step.
 
     Attributes:
-        value: result of `forward`, [].
+        value: of `forward`, [].
         is_unbiased: whether it estimates the rows' evidence lower bound, not a lower bound of it.
         num_rows: sampled data.
         num_features: m.
         num_feature_samples: features of a sample, without the head.
         num_control_points: of the control variate.
         num_steps_per_batch: steps with the same rows.
-        seconds: wall-clock time of `forward`.
+        seconds: of `forward`.
     """
 
     value: Tensor
@@ -77,31 +74,26 @@ class QuadruplyStochasticReport(Report):
 class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
     """Estimate of the evidence lower bound from samples of data and features.
 
-    `-mll(model(x), y)` draws rows from all training data, or takes batches of a DataLoader with `num_data`.
-
-    With all data and fixed kernel hyperparameters, several steps keep their rows, where predictions of all features are
-    known: value and gradient are unbiased for these rows (with a shared diagonal of C), but steps fit them and the value
-    becomes optimistic. Else every step samples rows and features: unbiased for Gaussian noise, else a lower bound.
+    Every call samples features, and rows of its data: unbiased for Gaussian noise, else a lower bound. With all data and
+    fixed kernel hyperparameters, several steps keep their rows, where the predictions of all features are known. Steps fit
+    these rows, and the value becomes optimistic.
 
     Args:
-        likelihood: Gaussian with one noise or fixed ones; or log-concave: Bernoulli (probit), `LogitBernoulliLikelihood`,
-            Laplace, Poisson, `PoissonLogLikelihood`, or registered by `register_curvature`.
+        likelihood: Gaussian, or log-concave (Bernoulli, Laplace, Poisson, registered by `register_curvature`).
         model: a QuadruplyStochasticGP.
         num_data: n. None: every call passes all data.
-        num_feature_samples: features of a sample; None is up to 10,000. Gaussian noise without kept rows, and a dense
-            prior, take two samples.
+        num_feature_samples: features of a sample; None is up to 10,000.
         num_data_samples: rows of a step; None is up to 500.
         num_steps_per_batch: steps with the same rows. More than 1 needs fixed kernel hyperparameters, inputs without
             gradient, and all data in every call. None samples each feature four times on average; it is 1 if this is
-            impossible, data change their order, num_control_points is given, or there is a head or no sampled feature.
-        num_control_points: points of a control variate for steps that draw rows, from the first data passed. None is 500
-            with Gaussian noise and sampled features.
-        sparse_gradients: gradients hold only sampled rows: Adagrad, SGD and SparseAdam then cost O(samples). False for
-            other optimisers.
+            impossible, num_control_points is given, or the basis has a head.
+        num_control_points: of a control variate for steps that draw rows. None is 500 with Gaussian noise and sampled
+            features.
+        sparse_gradients: gradients hold only sampled rows, for Adagrad, SGD and SparseAdam.
         generator: of samples, or its seed.
 
     Attributes:
-        is_unbiased: estimates are unbiased for any rows (Gaussian noise).
+        is_unbiased: the noise is Gaussian.
         report: of the last evaluation.
 
     Raises:
@@ -109,8 +101,8 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         TypeError: another model.
         UnsupportedLikelihoodError: not Gaussian or known to be log-concave.
 
-    Cost of a step: b t for b rows and t sampled features (2 (b + p) t with p control points), times 1 + k, and the
-    evaluation of these features. Kept rows add a comparison of m (1 + k) weights.
+    Cost of a step: b t for b rows and t sampled features (2 (b + p) t with p control points), times 1 + k. Kept rows add a
+    comparison of m (1 + k) weights.
     """
 
     def __init__(
@@ -167,21 +159,18 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         return QuadruplyStochasticOptimizer(self.model, self.likelihood, num_data=num_data, num_steps=num_steps)
 
     def forward(self, function_dist: DeferredPrediction, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
-        """Estimate of the evidence lower bound, divided by the number of data.
+        """Estimate of the evidence lower bound, divided by the number of data, with priors and added loss terms: [].
 
         Args:
             function_dist: `model(x)` in train mode, at all data or a batch.
             target: [n] or [b].
             params, kwargs: of the likelihood (`noise=` of a FixedNoiseGaussianLikelihood).
 
-        Returns:
-            [], with priors and added loss terms. Under `torch.no_grad()` a call has its own draws and does not change the
-            training.
+        Under `torch.no_grad()` a call does not change the training.
 
         Raises:
             ValueError: unfit shapes, dtypes, devices or sizes, non-finite data, targets outside the likelihood's support.
-            NonFiniteError: a hyperparameter or the estimate is not finite; nothing changes. From `.backward()`: a gradient
-                is not finite; no `.grad` changes.
+            NonFiniteError: a hyperparameter, the estimate or (from `.backward()`) a gradient is not finite.
         """
         start, tracks = time.perf_counter(), torch.is_grad_enabled()
         x = self._inputs_of(function_dist)
@@ -203,7 +192,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         return with_checked_gradient(value, self)
 
     def exact_value(self, x: Tensor, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
-        """The bound from all data and features, divided by n: []. Differentiable; memory and time O(n m)."""
+        """The bound from all data and features, divided by n: []; memory and time O(n m)."""
         x = self.model.check_inputs(x)
         call = self._checked_call(x, target, params, kwargs, self._looks)
         if len(x) != call.num_data:
@@ -214,7 +203,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
 
     @property
     def num_steps_per_batch(self) -> int:
-        """Steps with the same rows, if possible."""
+        """Steps with the same rows."""
         return self._points.num_steps_per_batch
 
     def refresh(self) -> None:
@@ -222,7 +211,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         self._run = self._points.refreshed(self._run)
 
     def reset_control_variate(self) -> None:
-        """The next step starts a control variate at new points and present hyperparameters."""
+        """The next step starts a control variate at new points."""
         if self._run.parts.get("control") is not None:
             self._run = self._run.having(control=None, latent=None)
 

@@ -1,4 +1,4 @@
-"""Variational distribution of the weights: q(w) = N(mu, C C^T) with a chevron C.
+"""Variational distribution of the weights: q(w) = N(mu, C C^T).
 
 The first k columns of C are dense below the diagonal, the others diagonal.
 """
@@ -31,11 +31,11 @@ class WeightRows:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """Rows of a backward pass."""
+    """Rows of a backward pass, for `HeadNaturalGradient`."""
 
     features: Tensor  # of the head, [b, h]
     curvature: Tensor  # minus the bound's second derivative in each latent mean, over n, [b]
-    # The bound's E_q log p(y | f) after a change [b] of latent means; None for Gaussian noise.
+    # E_q log p(y | f) after a change [b] of latent means; None for Gaussian noise.
     fit: Callable[[Tensor], Tensor] | None
 
 
@@ -43,14 +43,13 @@ class FeatureWeights(_VariationalDistribution):
     """Mean and C of all weights.
 
     Args:
-        num_head, num_tail: features of the head, and others.
         num_dense_columns: k <= num_head.
         shared_diagonal: one diagonal entry of C for the tail.
         like: gives dtype and device.
 
     Attributes:
-        initialized: data have set the diagonal of C (0 or 1, in the state_dict).
-        seen: rows whose gradient is in `.grad`; None without an optimiser for them.
+        initialized: data have set the diagonal of C (0 or 1).
+        seen: rows whose gradient is in `.grad`; None if no optimiser needs them.
     """
 
     def __init__(
@@ -72,12 +71,11 @@ class FeatureWeights(_VariationalDistribution):
         self.register_parameter("head_log_diagonal", zeros(num_head))
         self.register_parameter("tail_mean", zeros(num_tail, 1))
         self.register_parameter("tail_columns", zeros(num_tail, num_dense_columns))
-        # Without a tail there is nothing to learn.
         self.register_parameter("tail_log_diagonal", zeros(1 if shared_diagonal and num_tail else num_tail, 1))
         self.register_buffer("initialized", torch.zeros((), dtype=torch.uint8, device=like.device))
 
     def tail_rows(self, index: Tensor, *, sparse: bool) -> WeightRows:
-        """Rows [t] of the tail; gradients are sparse on request."""
+        """Rows [t] of the tail; `sparse` is for their gradients."""
         rows = lambda parameter: functional.embedding(index, parameter, sparse=sparse)
         k = self.num_dense_columns
         columns = rows(self.tail_columns) if k else self.tail_columns.new_zeros(len(index), 0)
@@ -85,11 +83,11 @@ class FeatureWeights(_VariationalDistribution):
         return WeightRows(rows(self.tail_mean).squeeze(-1), columns, diagonal)
 
     def watch(self, features: Tensor, variance: Tensor, fit: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Adds `SeenRows` in the backward pass: head features [b, h], latent variance [b], `fit`."""
+        """Adds `SeenRows` in the backward pass through the latent variance [b]."""
         if self.seen is None or not variance.requires_grad:
             return
         features = features.detach()
-        # Price's theorem: the derivative in the variance is half the second one in the mean.
+        # Price: the derivative in the variance is half the second one in the mean.
         note = lambda gradient: self.seen.append(SeenRows(features, 2 * gradient, fit))
         variance.register_hook(note)
 
@@ -102,7 +100,7 @@ class FeatureWeights(_VariationalDistribution):
 
     @property
     def head_variances(self) -> Tensor:
-        """Squared diagonal entries beyond dense columns, [h - k]."""
+        """Squared diagonal entries after dense columns, [h - k]."""
         return (2 * self.head_log_diagonal[self.num_dense_columns :]).exp()
 
     @property
@@ -121,7 +119,7 @@ class FeatureWeights(_VariationalDistribution):
         return self().lazy_covariance_matrix.diagonal()
 
     def forward(self) -> MultivariateNormal:
-        """q(w) as low rank plus diagonal, O(m k)."""
+        """Low rank plus diagonal, O(m k)."""
         root = torch.cat([self.dense_head_columns.detach(), self.tail_columns.detach()])
         head = functional.pad(self.head_variances.detach(), (self.num_dense_columns, 0))
         tail = (2 * self.tail_log_diagonal.detach().squeeze(-1)).exp()
@@ -129,13 +127,13 @@ class FeatureWeights(_VariationalDistribution):
         return MultivariateNormal(self.mean, RootLinearOperator(root) + DiagLinearOperator(variances))
 
     def initialize_variational_distribution(self, prior_dist: MultivariateNormal) -> None:
-        """Sets mean and variance [m], which the first step keeps."""
+        """Sets mean and variance [m]; the first step keeps them."""
         columns = self.head_columns.new_zeros(self.num_head + self.num_tail, self.num_dense_columns)
         self.assign(prior_dist.mean, columns, prior_dist.variance.log() / 2)
 
     @torch.no_grad()
     def assign(self, mean: Tensor, columns: Tensor, log_diagonal: Tensor) -> None:
-        """Sets mean [m], columns [m, k] below the diagonal, log diagonal [m]."""
+        """Sets mean [m], columns [m, k] below C's diagonal, and its logarithm [m]."""
         h = self.num_head
         tail = log_diagonal[h:].unsqueeze(-1)
         self.head_mean.copy_(mean[:h])

@@ -1,8 +1,7 @@
 """Points with a known latent function: rows kept for several steps, or else control points.
 
 A run has the parts `latent` (see `KnownLatent`), `basis` (hyperparameters at its start), and either `kept` (rows' `index`
-and `count` of steps) or `control` (points' targets `y` and fixed `noise`). The unbiased gradient is that of
-sampled features U times (all features) / |U|.
+and `count` of steps) or `control` (targets `y` and fixed `noise`).
 """
 
 import copy
@@ -24,33 +23,32 @@ from gpy_iterative.worker_threads import CPU
 
 @dataclass(frozen=True)
 class KnownLatent:
-    """The latent function at p points, a part of a run. `frozen` is a model of `freeze`."""
+    """The latent function at p points. `frozen` is a model of `freeze`."""
 
     x: Tensor  # [p, d]
     head: Tensor  # head features, [p, h]
     total: Tensor  # Phi (mu, C_d) of the tail, [p, 1 + k], float64
     weights: Tensor  # (mu, C_d) of `total`, [m, 1 + k]
-    sampled: Tensor  # rows of the last evaluation's samples, [t]
+    sampled: Tensor  # last samples' rows, [t]
     features: Tensor  # of these rows, [p, t]
-    writes: Tensor  # writes to basis buffers before `head`
+    writes: Tensor  # in-place writes to basis buffers
 
     @classmethod
     @torch.no_grad()
     def start(cls, frozen: QuadruplyStochasticGP, x: Tensor) -> "KnownLatent":
-        """At x [p, d]; cost p m (1 + k)."""
+        """Cost p m (1 + k)."""
         head, weights = frozen.head_features(x), _weights(frozen)
         none = torch.empty(0, dtype=torch.int64, device=x.device)
         total = _product(frozen, x, head, weights)
         return cls(x, head, total, weights, none, x.new_empty(len(x), 0), _writes(frozen))
 
     def follows(self, model: QuadruplyStochasticGP) -> bool:
-        """Whether basis and points still fit the model."""
         like = model.basis.like
         return bool(self.writes == _writes(model)) and (self.x.dtype, self.x.device) == (like.dtype, like.device)
 
     @torch.no_grad()
     def caught_up(self, frozen: QuadruplyStochasticGP) -> "KnownLatent":
-        """At present weights; cost m (1 + k) + p t (1 + k), and features of unsampled rows that moved."""
+        """At present weights; cost (m + p t) (1 + k), and features of unsampled rows that moved."""
         weights = _weights(frozen)
         moves = weights - self.weights
         known = moves[self.sampled]
@@ -64,7 +62,7 @@ class KnownLatent:
     def evaluate(
         self, frozen: QuadruplyStochasticGP, first: Sample, second: Sample
     ) -> tuple[KnownValues, "KnownLatent"]:
-        """Values and next state."""
+        """Values and next state. The gradient is that of sampled features times (all features) / (sampled ones)."""
         left = frozen.tail_features(self.x, self.head, first.groups)
         right, rows, features = left, first.rows.joined, left
         index, path = first.index, left @ (rows - rows.detach())
@@ -79,7 +77,6 @@ class KnownLatent:
 
     @classmethod
     def resumed(cls, model: QuadruplyStochasticGP, part: Part) -> "KnownLatent":
-        """From a loaded part; raises as `check_entries`."""
         names = [field.name for field in fields(cls)]
         check_entries(part, dict.fromkeys(names))
         columns, points = 1 + model.weights.num_dense_columns, len(part["x"])
@@ -94,7 +91,7 @@ class KnownLatent:
 
 
 def freeze(model: QuadruplyStochasticGP, hyperparameters: Part) -> QuadruplyStochasticGP:
-    """A copy with given basis hyperparameters; shares the weights."""
+    """A copy with other basis hyperparameters and the same weights."""
     shared = (*model.buffers(), *model.basis.sampled_parameters(), model.weights)
     frozen = copy.deepcopy(model, {id(part): part for part in shared})
     for name, value in hyperparameters.items():
@@ -103,7 +100,7 @@ def freeze(model: QuadruplyStochasticGP, hyperparameters: Part) -> QuadruplyStoc
 
 
 def check_entries(part: Part, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
-    """Raises ValueError for a missing entry or another shape; None is any shape."""
+    """Checks entries of a loaded part; None is any shape."""
     for name, shape in shapes.items():
         if name not in part:
             raise ValueError(f"This is no training state of this model: it has no entry {name!r}.")
@@ -115,13 +112,12 @@ def check_entries(part: Part, shapes: Mapping[str, tuple[int, ...] | None]) -> N
 
 
 def _weights(model: QuadruplyStochasticGP) -> Tensor:
-    """A copy, [m, 1 + k]."""
     mean, columns = model.weights.tail_mean.detach(), model.weights.tail_columns.detach()
     return torch.cat([mean, columns], dim=-1) if columns.numel() else mean.clone()  # far faster
 
 
 def _product(model: QuadruplyStochasticGP, x: Tensor, head: Tensor, weights: Tensor) -> Tensor:
-    """Phi(x) times weights [m, 1 + k], skipping groups of zeros: [p, 1 + k], float64."""
+    """Phi(x) times weights [m, 1 + k] without groups of zeros: [p, 1 + k], float64."""
     total = x.new_zeros(len(x), weights.shape[-1], dtype=torch.float64)
     every = model.basis.feature_index(torch.arange(model.num_tail_groups, device=x.device))
     used = weights.any(-1)[every].view(model.basis.group_size, -1).any(0)
@@ -131,7 +127,6 @@ def _product(model: QuadruplyStochasticGP, x: Tensor, head: Tensor, weights: Ten
 
 
 def _writes(model: QuadruplyStochasticGP) -> Tensor:
-    """In-place writes to basis buffers. Inference tensors count none."""
     versions = sum(tensor._version for tensor in model.basis.buffers() if not tensor.is_inference())
     return torch.tensor(versions, device=CPU)
 
@@ -158,15 +153,14 @@ class KnownPoints:
         self._frozen_at: tuple[Part | None, QuadruplyStochasticGP] | None = None
 
     def with_kept_rows(self, call: Call, run: Run) -> Run:
-        """The run with this step's rows in `kept`, if any."""
         kept = run.parts.get("kept")
         if not self._keeps_rows(call, run):
             return _without_kept_rows(run)
         if kept is None and run.parts.get("control") is not None and not torch.is_grad_enabled():
-            return run  # evaluation of all data during training with batches
+            return run  # an evaluation during training with batches
         has_moved = kept is not None and not _are_rows_of(call.x, kept, run.parts["latent"])
         if has_moved and not self._asks_to_keep:
-            # A shuffling loader of all data would need a draw in every call.
+            # Shuffled data would need a draw in every call.
             return _without_kept_rows(run).having(order={"is_shuffled": torch.tensor(True, device=CPU)})
         if kept is None or has_moved or self._are_due(call, kept):
             return self._with_new_rows(call, run)
@@ -176,14 +170,14 @@ class KnownPoints:
         return run.having(kept={"index": kept["index"], "count": kept["count"] + 1})
 
     def uses_control_points(self, before: Run) -> bool:
-        """Whether a step without kept rows has a control variate."""
+        """For a step without kept rows."""
         if not self.num_control_points or self.model.num_tail_groups <= self.num_group_samples:
             return False
-        # Evaluation of other data, while training keeps rows, starts none.
+        # An evaluation while training keeps rows starts none.
         return torch.is_grad_enabled() or before.parts.get("kept") is None
 
     def with_control_points(self, call: Call, run: Run) -> Run:
-        """The run with points in `control`; new ones are rows of this call."""
+        """New points are rows of this call."""
         if run.parts.get("control") is not None:
             return self.followed(run)
         if self._asks_for_points and self.num_control_points > call.num_data:
@@ -198,7 +192,6 @@ class KnownPoints:
         return self._started(run, x[index].detach()).having(control=control)
 
     def evaluate(self, run: Run, first: Sample, second: Sample) -> tuple[KnownValues | None, Run]:
-        """Values at the run's points, if any, and the next run."""
         if (part := run.parts.get("latent")) is None:
             return None, run
         values, latent = KnownLatent(**part).evaluate(self._frozen(run), first, second)
@@ -227,14 +220,13 @@ class KnownPoints:
 
     @torch.inference_mode(False)
     def refreshed(self, run: Run) -> Run:
-        """The same from all features: m (1 + k) per point."""
+        """The same from all features."""
         run = self.followed(run)
         if (part := run.parts.get("latent")) is None:
             return run
         return run.having(latent=vars(KnownLatent.start(self._frozen(run), part["x"])))
 
     def checked(self, run: Run) -> Run:
-        """A loaded run. Raises ValueError for missing or unfit entries."""
         part, kept, control = (run.parts.get(name) for name in ("latent", "kept", "control"))
         if part is None:
             return run.having(kept=None, control=None, basis=None)
@@ -248,7 +240,6 @@ class KnownPoints:
         return run.having(latent=vars(latent), basis=basis)
 
     def _keeps_rows(self, call: Call, run: Run) -> bool:
-        """Raises ValueError if `num_steps_per_batch` was given and rows cannot be kept."""
         if self.num_steps_per_batch == 1:
             return False
         is_learned = call.x.requires_grad or any(p.requires_grad for p in self.model.basis.feature_parameters())
@@ -266,7 +257,6 @@ class KnownPoints:
         return is_whole and not is_learned and run.parts.get("order") is None
 
     def _are_due(self, call: Call, kept: Part) -> bool:
-        """Whether to draw other rows; never without gradients or if all rows are kept."""
         is_last = int(kept["count"]) >= self.num_steps_per_batch and len(kept["index"]) < len(call.x)
         return is_last and torch.is_grad_enabled()
 
@@ -281,7 +271,6 @@ class KnownPoints:
         return run.having(latent=vars(KnownLatent.start(self._frozen(run), x)))
 
     def _frozen(self, run: Run) -> QuadruplyStochasticGP:
-        """Cached, since copying a model takes time."""
         part = run.parts.get("basis")
         if self._frozen_at is None or self._frozen_at[0] is not part:
             self._frozen_at = part, freeze(self.model, part or {})
@@ -301,7 +290,6 @@ def _without_kept_rows(run: Run) -> Run:
 
 
 def _are_rows_of(x: Tensor, kept: Part, latent: Part) -> bool:
-    """Whether the data still have the kept rows at their index."""
     index = kept["index"]
     return len(x) > int(index.max()) and torch.equal(x[index], latent["x"].to(x))
 

@@ -23,17 +23,14 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         basis: phi; begin with `NystromBasis`.
         mean_module: prior mean; None is zero.
         num_dense_columns: k. The covariance of w is C C^T; C has k dense columns, then diagonal ones.
-        shared_diagonal: sampled features share one diagonal entry of C; their variance is then exact. None is True if the
-            basis has a `group_prior_variance`.
+        shared_diagonal: sampled features share one diagonal entry of C; their variance is then exact. None is True if
+            possible.
 
-    In train mode `model(x)` predicts when its mean or variance is read; in eval mode it is `posterior(x)`. Train with
-    `QuadruplyStochasticOptimizer`.
+    Train with `QuadruplyStochasticOptimizer`. Memory: m (1 + k) numbers; the optimiser takes as many.
 
     Raises:
         TypeError: basis is not a `FeatureBasis`.
         ValueError: num_dense_columns exceeds the features or splits a group.
-
-    Memory: m (1 + k) numbers; the optimiser takes as many.
 
     Examples:
         >>> kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()).requires_grad_(False)
@@ -75,7 +72,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
     @property
     def num_tail_groups(self) -> int:
-        """Groups that are sampled."""
+        """Number of sampled groups."""
         return self.basis.num_groups - self.num_leading_groups
 
     @property
@@ -84,20 +81,17 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return self.basis.like.device
 
     def forward(self, x: Tensor) -> MultivariateNormal:
-        """Latent distribution at x [t, d], deferred in train mode."""
+        """`posterior(x)`; in train mode computed when it is read."""
         x = self.check_inputs(x)
         return DeferredPrediction(self, x) if self.training else self.posterior(x)
 
     def posterior(self, x: Tensor) -> MultivariateNormal:
-        """Exact latent mean and covariance at x [t, d], from all features in blocks.
+        """Latent distribution at x [t, d] from all features.
 
-        Returns:
-            A MultivariateNormal [t] without noise. Its covariance is computed when it is read.
+        The covariance is computed when it is read. Only x receives gradients. Cost: t m (d + k); memory t (k + 8,192).
 
         Raises:
             ValueError: x has a wrong shape, dtype or device, or is not finite.
-
-        Cost: t m (d + k); memory t (k + 8,192). Only x receives gradients.
         """
         x = self.check_inputs(x)
         check_finite("x", x)
@@ -107,7 +101,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             return MultivariateNormal(self.prior_mean(x) + mean, covariance)
 
     def prior_mean(self, x: Tensor) -> Tensor:
-        """[n]. Raises ValueError for another shape."""
+        """Prior mean [n]."""
         mean = self.mean_module(x)
         if mean.shape != x.shape[:1]:
             raise ValueError(
@@ -117,7 +111,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return mean
 
     def head_features(self, x: Tensor) -> Tensor:
-        """Features [n, h] of the basis' head and of groups with dense columns."""
+        """[n, h]: the basis' head, and groups with dense columns."""
         head = self.basis.head_features(x)
         if not self.num_leading_groups:
             return head
@@ -125,14 +119,14 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return torch.cat([head, self.basis.group_features(x, head, leading)], dim=-1)
 
     def tail_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
-        """Features [n, g * group_size] of sampled groups."""
+        """Features [n, g * group_size]."""
         if not len(groups):
             return x.new_empty(x.shape[0], 0)
         own = head[:, : self.basis.num_head_features]
         return self.basis.group_features(x, own, groups + self.num_leading_groups)
 
     def tail_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:
-        """Prior variance [n] of the tail."""
+        """Prior variance [n]."""
         own = head[:, : self.basis.num_head_features]
         variance = self.basis.group_prior_variance(x, own)
         return variance * (self.num_tail_groups / self.basis.num_groups) if self.basis.num_groups else variance
@@ -148,13 +142,13 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return self._precision(groups + self.num_leading_groups)
 
     def tail_blocks(self, used: Tensor | None = None) -> Iterator[Tensor]:
-        """Blocks of about `BLOCK` features, as sampled groups [g]; `used` is a mask of groups."""
+        """Sampled groups [g] of about `BLOCK` features; `used` is a mask."""
         groups = torch.arange(self.num_tail_groups, device=self.device)
         groups = groups if used is None else groups[used]
         return iter(groups.split(max(1, BLOCK // self.basis.group_size)) if len(groups) else ())
 
     def diagonal_part(self, x: Tensor) -> Tensor:
-        """Covariance [t, t] from the diagonal columns of C; cost t^2 m."""
+        """Covariance [t, t] from C's diagonal columns; cost t^2 m."""
         weights, head = self.weights, self.head_features(x)
         own = head[:, weights.num_dense_columns :]
         result = (own * weights.head_variances) @ own.mT
@@ -168,7 +162,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return result
 
     def check_inputs(self, x: Tensor) -> Tensor:
-        """Inputs [n, d]. Raises ValueError for a batch, another dtype or device, RuntimeError under `torch.autocast`."""
+        """Inputs as [n, d]."""
         check_autocast()
         if not isinstance(x, Tensor):
             raise ValueError(
@@ -185,7 +179,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return self.basis.like.new_ones(len(groups) * self.basis.group_size) if precision is None else precision
 
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean [t] without prior mean, phi(x) times dense columns [t, k], other variance [t]."""
+        """Mean [t] without prior mean, `root` and `diagonal` of the covariance."""
         weights, head = self.weights, self.head_features(x)
         k = weights.num_dense_columns
         mean, root = head @ weights.head_mean, head @ weights.dense_head_columns

@@ -11,15 +11,15 @@ from gpy_iterative.checks import check_count, check_fraction, check_instance, ch
 from gpy_iterative.quadruply.feature_weights import FeatureWeights, SeenRows
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 
-#: Smallest precision after a step over that before.
+#: Smallest ratio of a precision to that before the step.
 LEAST_PRECISION_RATIO = 0.5
 #: Halvings of a step before it is skipped.
 MAX_HALVINGS = 50
 #: Rate of the noise, and largest change of its logarithm.
 NOISE_RATE, MOST_LOG_CHANGE = 0.1, 1.0
-#: Relative distance between the noise and the bounds of its constraint, where raw values are infinite.
+#: Relative distance of the noise from its bounds, where raw values are infinite.
 MARGIN = 1e-3
-#: Default rate of hyperparameters: with a head alone, and with features whose bound biases them.
+#: Default rate of hyperparameters: with a head alone, and with random features, whose bound biases them.
 HYPER_RATE, BIASED_HYPER_RATE = 0.05, 1e-5
 
 
@@ -33,17 +33,13 @@ class _Optimizer(torch.optim.Optimizer):
 class HeadNaturalGradient(_Optimizer):
     """Natural gradient steps of mean and diagonal of q at the head of a `NystromBasis`.
 
-    mu moves by -lr C (I + G^T G)^-1 C (gradient), G = sqrt(lr curvature) phi C; this minimises the rows' quadratic loss
-    plus |mu - mu_before|^2_{C^-2} / (2 lr). Precisions c^-2 move towards the rows' at rate lr. Without Gaussian noise the
-    step of mu is halved until the rows' bound does not fall.
+    mu moves by -lr C (I + G^T G)^-1 C (gradient), G = sqrt(lr curvature) phi C, halved until the rows' bound does not fall
+    (without Gaussian noise). Precisions c^-2 move towards the rows' at rate lr.
 
     Args:
-        weights: of a model; from now on records rows of backward passes.
-        num_data: n, as in the loss.
+        weights: of a model; records rows of backward passes from now on.
+        num_data: n.
         lr: at most 1.
-
-    Raises:
-        ValueError: options outside their range.
     """
 
     def __init__(self, weights: FeatureWeights, *, num_data: int, lr: float = 0.5) -> None:
@@ -61,8 +57,7 @@ class HeadNaturalGradient(_Optimizer):
     def step(self, closure: None = None) -> None:
         """A step for all backward passes since the last; cost O(b h min(b, h)) in float64.
 
-        Raises:
-            RuntimeError: the gradient is not from a `QuadruplyStochasticELBO`.
+        Raises RuntimeError if the gradient is not from a `QuadruplyStochasticELBO`.
         """
         weights = self.weights
         if weights.head_mean.grad is None:
@@ -112,7 +107,7 @@ def _length(mean: Tensor, change: Tensor, seen: list[SeenRows]) -> float:
 
 
 class NoiseNaturalGradient(_Optimizer):
-    """Natural gradient steps of Gaussian noise: log noise moves by -2 lr times its gradient."""
+    """Log noise moves by -2 lr times its gradient."""
 
     def __init__(self, likelihood: GaussianLikelihood, *, lr: float = NOISE_RATE) -> None:
         check_rate("lr", lr)
@@ -135,11 +130,10 @@ class NoiseNaturalGradient(_Optimizer):
 
 
 class QuadruplyStochasticOptimizer(_Optimizer):
-    """All optimisers of a quadruply stochastic model, with their schedule.
+    """All optimisers of a quadruply stochastic model, with exponentially decaying rates.
 
     `HeadNaturalGradient` moves the head of a `NystromBasis`, `NoiseNaturalGradient` the noise of a `GaussianLikelihood`,
-    Adagrad other variational parameters and relevance vectors' precisions, Adam other hyperparameters. Noise and
-    hyperparameters are fixed at first. Rates decay exponentially from those of `param_groups`, which schedulers may change.
+    Adagrad other variational parameters and relevance vectors' precisions, Adam other hyperparameters.
 
     Args:
         model: to train.
@@ -148,10 +142,9 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         num_steps: of the training.
         head_learning_rate: of `HeadNaturalGradient`.
         learning_rate: of Adagrad.
-        hyper_learning_rate: of Adam; 0 fixes hyperparameters. None is .05 with a head alone, else 1e-5: random features
-            bias the bound's hyperparameters.
+        hyper_learning_rate: of Adam; None is .05 with a head alone, else 1e-5, as random features bias hyperparameters.
         final_fraction: last rate over first rate.
-        num_frozen_steps: steps before hyperparameters move; None is a tenth.
+        num_frozen_steps: steps before noise and hyperparameters move; None is a tenth.
 
     Attributes:
         optimizers: its optimisers.
@@ -209,7 +202,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         self.all_parameters = [*model.parameters(), *own]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Removes gradients of untrained parameters too."""
+        """Clears gradients of untrained parameters too."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
         for parameter in self.all_parameters:
@@ -217,7 +210,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
                 parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Calls the closure first and returns its value."""
+        """Returns the closure's value."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         decay = self.options["final_fraction"] ** min(1.0, self.num_done / self.options["num_steps"])
@@ -238,7 +231,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ValueError: there are no other parameters."""
+        """Raises ValueError: parameters are fixed."""
         if hasattr(self, "optimizers"):
             raise ValueError(
                 "QuadruplyStochasticOptimizer takes no further parameters: use another optimiser for them."
@@ -250,7 +243,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         return {"run": self._description(), "optimizers": states, "num_done": self.num_done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError for the state of another run, and changes nothing. Another number of steps goes on."""
+        """Raises ValueError for the state of another run. The number of steps may differ."""
         if not isinstance(state_dict, Mapping) or state_dict.keys() != self.state_dict().keys():
             raise ValueError(
                 "This is no state of a QuadruplyStochasticOptimizer of this version: take it from state_dict()."
@@ -276,7 +269,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
             [type(optimizer).__name__, [list(p.shape) for group in optimizer.param_groups for p in group["params"]]]
             for optimizer in self.optimizers
         ]
-        # Numbers of steps may change: a longer training goes on from a shorter one.
+        # Numbers of steps may change.
         same = {name: self.options[name] for name in ("num_data", "final_fraction")}
         return {"optimisers and shapes": shapes, **same}
 

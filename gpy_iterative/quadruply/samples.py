@@ -19,7 +19,7 @@ def ring_block(total: int, size: int, generator: torch.Generator) -> Tensor:
 
 
 def uniform_subset(total: int, size: int, generator: torch.Generator) -> Tensor:
-    """Distinct uniform numbers, [size]; O(size log size) for a small share."""
+    """Distinct uniform numbers, [size]."""
     if size > LARGE_SHARE * total:
         return torch.randperm(total, generator=generator, device=generator.device)[:size]
     found = torch.empty(0, dtype=torch.int64, device=generator.device)
@@ -30,7 +30,6 @@ def uniform_subset(total: int, size: int, generator: torch.Generator) -> Tensor:
 
 
 def draw_set(total: int, size: int, generator: torch.Generator, *, ring: bool = False) -> Tensor:
-    """All numbers in order if size is total."""
     if size == total:
         return torch.arange(total, device=generator.device)
     return (ring_block if ring else uniform_subset)(total, size, generator)
@@ -38,7 +37,7 @@ def draw_set(total: int, size: int, generator: torch.Generator, *, ring: bool = 
 
 @dataclass(frozen=True)
 class Head:
-    """Head features at b inputs and their part of the latent moments."""
+    """Head features and their part of the latent moments."""
 
     features: Tensor  # [b, h]
     mean: Tensor  # [b]
@@ -58,7 +57,7 @@ class Head:
 
 @dataclass(frozen=True)
 class KnownValues:
-    """Latent moments from all features at p points, with the gradient of two samples."""
+    """Latent moments from all features at p points, with two samples' gradient."""
 
     head: Head
     total: Tensor  # Phi (mu, C_d) of the tail, [p, 1 + k]
@@ -77,7 +76,7 @@ class KnownValues:
 
 @dataclass(frozen=True)
 class Sample:
-    """Sampled groups with their rows of the parameters; methods estimate sums over the tail."""
+    """Sampled groups; methods estimate sums over the tail."""
 
     groups: Tensor  # int64 [g]
     index: Tensor  # rows of the parameters, [t]
@@ -87,7 +86,6 @@ class Sample:
 
     @classmethod
     def of(cls, model: QuadruplyStochasticGP, groups: Tensor, *, sparse: bool) -> "Sample":
-        """Cost O(g)."""
         index = model.basis.feature_index(groups)
         weight = model.num_tail_groups / len(groups) if len(groups) else 1.0
         rows = model.weights.tail_rows(index, sparse=sparse)
@@ -105,7 +103,7 @@ class Sample:
         return self.weight * (features.square() @ (2 * self.rows.log_diagonal).exp())
 
     def prior_terms(self) -> Tensor:
-        """Terms of `twice_divergence` for diagonal S, without a shared diagonal."""
+        """Terms of `twice_divergence` for diagonal S."""
         total = (self.precision * (self.rows.mean.square() + self.rows.columns.square().sum(-1))).sum()
         if self.rows.log_diagonal is not None:
             total = total + (self.precision * (2 * self.rows.log_diagonal).exp() - 2 * self.rows.log_diagonal).sum()
@@ -115,8 +113,7 @@ class Sample:
 def twice_divergence(model: QuadruplyStochasticGP, first: Sample, second: Sample) -> Tensor:
     """Twice the KL divergence of q(w) from the prior: mu^T S mu + tr(S C C^T) - log|C C^T| - log|S| - m.
 
-    Unbiased for independent uniform samples (S = k(Z, Z) needs two), exact with all groups. Cost O(h k) for the head,
-    O(t k) for diagonal S, else O(t^2).
+    Unbiased; a dense S needs independent samples. Cost O((h + t) k) for diagonal S, else O(t^2).
     """
     weights, k = model.weights, model.weights.num_dense_columns
     total = -2 * weights.head_log_diagonal.sum() - model.basis.num_features

@@ -1,4 +1,4 @@
-"""Numbers of data, features and control points of a step, and checks of its data."""
+"""Sizes of a step, and checks of its data."""
 
 import math
 from collections.abc import Callable
@@ -14,13 +14,11 @@ from gpy_iterative.worker_threads import CPU
 
 #: Defaults, if there are as many.
 DATA_SAMPLES, FEATURE_SAMPLES, CONTROL_POINTS = 500, 10_000, 500
-#: Mean samples of each feature between draws of rows. A draw evaluates all features: a quarter of the time.
+#: Mean samples of each feature between draws of rows, which evaluate all features.
 SWEEPS_PER_BATCH = 4
 
 
 class TrainingData:
-    """Options of `QuadruplyStochasticELBO`; raises ValueError for impossible numbers."""
-
     def __init__(self, num_data: int | None, num_samples: int | None) -> None:
         for name, value in (("num_data", num_data), ("num_data_samples", num_samples)):
             if value is not None:
@@ -37,10 +35,7 @@ class TrainingData:
         return min(self.num_samples or DATA_SAMPLES, size)
 
     def check(self, x: Tensor, target: Tensor, check_target: Callable[[Tensor], None], known: Part | None) -> None:
-        """Raises ValueError if the data do not fit one another, the likelihood or earlier steps.
-
-        All rows are checked only for new or changed tensors. `known` are the first step's `marks`.
-        """
+        """Raises ValueError if the data do not fit one another, the likelihood or `known`, the first step's `marks`."""
         size = len(x)
         if not isinstance(target, Tensor) or target.shape != x.shape[:1]:
             shape = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
@@ -72,7 +67,7 @@ class TrainingData:
             raise ValueError(f"num_data_samples must be at most {size}, the number of data; got {self.num_samples}.")
 
     def marks(self, x: Tensor, target: Tensor) -> Part:
-        """Number of rows, and first, middle and last row and target."""
+        """Number of rows; first, middle and last row."""
         marked = [0, len(x) // 2, -1]
         return {
             "rows": x.detach()[marked].clone(),

@@ -80,8 +80,7 @@ class FeatureEstimate(Estimate):
 class FeatureDensity:
     """Log densities of N(0, Phi Phi^T + D) for parts of Phi, with a shared Gram matrix; differentiable once.
 
-    Phi is [*b, n, F], D and r are [*b, n]. Cost: n F^2, and k^3 for k < n columns, else n^2 k + n^3; three times this with
-    derivatives.
+    Phi is [*b, n, F], D and r are [*b, n]. Cost: n F^2, and k^3 for k < n columns, else n^2 k + n^3.
     """
 
     def __init__(self, features: Tensor, noise: Tensor, residual: Tensor) -> None:

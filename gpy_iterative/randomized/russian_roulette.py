@@ -1,4 +1,4 @@
-"""Training with a random number of conjugate gradient steps, and with a fixed one."""
+"""Russian-roulette conjugate gradients, and their biased baseline."""
 
 import math
 from typing import Literal

@@ -4,8 +4,6 @@ Potapczynski et al. 2021 (see `truncation.py`), section 4.1, appendix C. With M 
 run, and xs_i of H^-1 z_i for s probes of covariance P, the gradient is
 
     1/2 mean_{a != b} ys_a^T dH ys_b - 1/(2s) sum_i xs_i^T dH P^-1 z_i + (mean_a ys_a)^T dmean.
-
-The square (a = b) of an unbiased estimate is biased.
 """
 
 import dataclasses

@@ -50,8 +50,6 @@ class ExponentialTruncation:
         >>> truncation = gpi.truncation.ExponentialTruncation(min_steps=80, rate=0.05)
         >>> round(truncation.mean(), 1)
         99.5
-        >>> truncation.log_survival(torch.tensor([1, 80, 100])).exp()
-        tensor([1.0000, 1.0000, 0.3679], dtype=torch.float64)
     """
 
     min_steps: int = 80
@@ -258,7 +256,6 @@ def decay_rate(energies: Tensor) -> float:
 
 
 def _largest_rate(dtype: torch.dtype) -> float:
-    """Of which the first weight beyond the minimum reaches its limit."""
     return math.log(LARGEST_WEIGHT / torch.finfo(dtype).eps)
 
 

@@ -1,7 +1,4 @@
-"""Interface of bases.
-
-f(x) = mean(x) + phi(x) w with w ~ N(0, S^-1). A step evaluates the head's features and a few groups of `group_size`.
-"""
+"""Interface of bases."""
 
 from abc import ABC, abstractmethod
 
@@ -12,7 +9,6 @@ from torch import Tensor
 
 
 def check_kernel(kernel: Kernel) -> None:
-    """Raises TypeError, or ValueError for a batch of kernels."""
     if not isinstance(kernel, Kernel):
         raise TypeError(f"A basis needs a gpytorch.kernels.Kernel, got {kernel!r}.")
     if kernel.batch_shape:
@@ -22,7 +18,9 @@ def check_kernel(kernel: Kernel) -> None:
 
 
 class FeatureBasis(gpytorch.Module, ABC):
-    """Base class of bases. Features are differentiable in x and the hyperparameters.
+    """Features phi of f(x) = mean(x) + phi(x) w, w ~ N(0, S^-1), differentiable in x and hyperparameters.
+
+    Every step evaluates the head and a few groups.
 
     Attributes:
         num_head_features: features of the head.
@@ -40,7 +38,7 @@ class FeatureBasis(gpytorch.Module, ABC):
 
     @property
     def num_features(self) -> int:
-        """Number m of all features."""
+        """m, of head and groups."""
         return self.num_head_features + self.num_groups * self.group_size
 
     @property
@@ -54,7 +52,7 @@ class FeatureBasis(gpytorch.Module, ABC):
         return type(self).group_prior_variance is not FeatureBasis.group_prior_variance
 
     def sampled_parameters(self) -> list[torch.nn.Parameter]:
-        """Hyperparameters with a row per feature. A step moves few rows, which does not suit Adam."""
+        """Hyperparameters with a row per feature; a step moves few rows."""
         return []
 
     def feature_parameters(self) -> list[torch.nn.Parameter]:
@@ -63,7 +61,7 @@ class FeatureBasis(gpytorch.Module, ABC):
         return [parameter for parameter in self.parameters() if id(parameter) not in sampled]
 
     def settle(self) -> None:
-        """Called by the first training step: fixes what must not follow hyperparameters."""
+        """The first training step fixes here what must not follow hyperparameters."""
 
     def head_features(self, x: Tensor) -> Tensor:
         """[n, num_head_features] at x [n, d]."""
@@ -71,16 +69,13 @@ class FeatureBasis(gpytorch.Module, ABC):
 
     @abstractmethod
     def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
-        """[n, g * group_size]: first members of all groups, then second members, ...
+        """[n, g * group_size] for groups [g]: first members of all groups, then second members, ...
 
-        Args:
-            x: [n, d].
-            head: `head_features(x)`.
-            groups: int64 [g].
+        `head` is `head_features(x)`.
         """
 
     def feature_index(self, groups: Tensor) -> Tensor:
-        """Index [g * group_size] of `group_features` among all groups' features."""
+        """Index of `group_features` among all groups' features."""
         members = torch.arange(self.group_size, device=groups.device)
         return (groups * self.group_size + members.unsqueeze(-1)).flatten()
 
@@ -89,7 +84,7 @@ class FeatureBasis(gpytorch.Module, ABC):
         return None
 
     def prior_precision_block(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """S at two sets of groups, if S is dense; without a head and with group_size 1."""
+        """S at two sets of groups, if dense (without head, group_size 1)."""
         raise NotImplementedError(f"{type(self).__name__} has a diagonal prior.")
 
     def prior_log_determinant(self) -> Tensor | None:
@@ -97,9 +92,9 @@ class FeatureBasis(gpytorch.Module, ABC):
         return None
 
     def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor | None:
-        """Prior variance [n] from all groups without their features. The variance of a shared deviation is then exact."""
+        """Prior variance [n] from all groups, if known without their features."""
         return None
 
     def group_prior_covariance(self, x: Tensor, head: Tensor) -> Tensor | None:
-        """Covariance [n, n] to `group_prior_variance`; if None, that of the drawn features."""
+        """Covariance [n, n] to `group_prior_variance`; None takes the features'."""
         return None

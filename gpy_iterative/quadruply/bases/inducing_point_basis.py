@@ -35,10 +35,7 @@ class KeptAt:
 
 
 class KernelFunctionBasis(FeatureBasis):
-    """phi(x) = k(x, Z) for points Z [m, d].
-
-    Raises ValueError for points that are non-finite, no matrix or of another dtype, and for a batch of kernels.
-    """
+    """phi(x) = k(x, Z) for points Z [m, d]."""
 
     def __init__(self, kernel: kernels.Kernel, points: Tensor) -> None:
         super().__init__()
@@ -57,12 +54,10 @@ class InducingPointBasis(KernelFunctionBasis):
 
     Args:
         kernel: any without batch shape; `kernel.requires_grad_(False)`, since the gradient of log|S| is not sampled.
-        inducing_points: Z [m, d].
+        inducing_points: Z [m, d]. Beyond 3,000 points the bound omits the constant log|S|.
 
     Raises:
-        ValueError: as `KernelFunctionBasis`; duplicate points, which make S singular.
-
-    Beyond 3,000 points the bound omits the constant log|S|.
+        ValueError: unfit, non-finite or duplicate points.
     """
 
     has_diagonal_prior = False
@@ -101,7 +96,7 @@ class InducingPointBasis(KernelFunctionBasis):
 
 
 def gram_matrix(kernel: kernels.Kernel, points: Tensor) -> Tensor:
-    """k(Z, Z) [m, m] in float64, differentiable, by a copy: layers take one dtype only."""
+    """k(Z, Z) in float64, differentiable, by a copy: layers take one dtype only."""
     in_float64 = lambda tensor: tensor.double() if tensor.is_floating_point() else tensor
     kernel = ModuleCopies(own=("_parameters", "_buffers"), tensor=in_float64).of(kernel)
     return kernel_matrix(kernel, points.double(), points.double()).double()

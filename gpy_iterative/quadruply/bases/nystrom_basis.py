@@ -27,15 +27,13 @@ class NystromBasis(FeatureBasis):
         kernel: any without batch shape; a tail needs random Fourier features.
         inducing_points: Z [h, d], random training inputs or cluster centres.
         num_tail_features: 0, or a multiple of 2 for each summand of the kernel.
-        seed: of tail frequencies.
-        store_frequencies: as in `RandomFourierBasis`.
+        seed, store_frequencies: as in `RandomFourierBasis`.
 
     Raises:
         ValueError: unfit or non-finite points, an odd tail.
         SpectralDensityMissingError: no random Fourier features for the tail.
 
-    Cost: n h (d + h) for n rows of head or h tail features; h^3 per evaluation, or once with fixed hyperparameters. The
-    first training step fixes the eigenvectors; a triangular factor then keeps the prior exact.
+    Cost: n h (d + h) for n rows of head or h tail features; h^3 per evaluation, or once with fixed hyperparameters.
     """
 
     exchangeable = True
@@ -61,10 +59,10 @@ class NystromBasis(FeatureBasis):
                 kernel, num_tail_features, num_dims=self.points.shape[-1], seed=seed, stored=store_frequencies
             )
             self.num_groups, self.group_size = self.fourier.num_groups, self.fourier.group_size
-        # One per point; those of omitted eigenvalues are zero.
+        # Those of omitted eigenvalues are zero.
         self.num_head_features = len(inducing_points)
         self._rotation_at, self._projection_at = KeptAt(), KeptAt()
-        # Always float64, since columns differ by orders of magnitude.
+        # Float64, since columns differ by orders of magnitude.
         self.register_buffer("rotation", self._rotation_at.get(kernel, [self.points], self._new_rotation))
 
     def settle(self) -> None:
@@ -85,7 +83,6 @@ class NystromBasis(FeatureBasis):
         return (kernel_diagonal(self.kernel, x) - head.square().sum(-1)).clamp_min(0)
 
     def group_prior_covariance(self, x: Tensor, head: Tensor) -> Tensor:
-        """k(x, x) - head(x) head(x)^T, diagonal at least 0."""
         covariance = kernel_matrix(self.kernel, x, x) - head @ head.mT
         return covariance + torch.diag((-covariance.diagonal()).clamp_min(0))
 
@@ -95,7 +92,7 @@ class NystromBasis(FeatureBasis):
         return float(gram.diagonal().mean() - (gram @ self._projection()).square().sum(-1).mean())
 
     def _projection(self) -> Tensor:
-        """P [h, r] with head(x) = k(x, Z) P, float64: rotation L^-T, L L^T = rotation^T K_ZZ rotation."""
+        """P [h, r], head(x) = k(x, Z) P: rotation L^-T, L L^T = rotation^T K_ZZ rotation, so that the prior stays exact."""
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.kernel.parameters()):
             return self._new_projection()
         return self._projection_at.get(self.kernel, [self.points, self.rotation], self._new_projection)

@@ -1,4 +1,4 @@
-"""Random Fourier features; a group has sine and cosine of one frequency per summand."""
+"""Random Fourier features; a group has a sine and a cosine per summand."""
 
 import torch
 from gpytorch import kernels
@@ -21,8 +21,7 @@ CHUNK = 4096
 class FourierGroups(torch.nn.Module):
     """Draws of frequencies, which a kernel's current hyperparameters scale.
 
-    Options and errors as in `RandomFourierBasis`. If not `stored`, every evaluation draws them in chunks, with a seed
-    each.
+    If not `stored`, every evaluation draws them in chunks, with a seed each.
     """
 
     def __init__(
@@ -48,11 +47,11 @@ class FourierGroups(torch.nn.Module):
         if stored:
             for name, draw in self._draw(kernel, seed, self.num_groups).items():
                 self.register_buffer(name.replace(".", "__"), draw)
-        else:  # in the state_dict: weights belong to frequencies
+        else:  # a buffer, since weights belong to frequencies
             self.register_buffer("seed", torch.tensor(seed))
 
     def features(self, kernel: kernels.Kernel, x: Tensor, groups: Tensor) -> Tensor:
-        """[n, g * group_size] at x [n, d]; all groups have the kernel as expected covariance."""
+        """[n, g * group_size]; all groups have the kernel as expected covariance."""
         scale = (len(groups) / self.num_groups) ** 0.5  # features divide by the number of evaluated groups
         made = RandomFourierFeatures(len(groups))
         features = made.differentiable if torch.is_grad_enabled() else made.features
@@ -89,8 +88,11 @@ class FourierGroups(torch.nn.Module):
 class RandomFourierBasis(FeatureBasis):
     """Random Fourier features: sines and cosines whose expected covariance is the kernel; S = I.
 
+    Beyond n outputscale / noise features, variances stay near the prior's and the bound cannot learn hyperparameters.
+    `NystromBasis` avoids both.
+
     Args:
-        kernel: scales, sums and products of kernels with a spectral density (RBF, Matern, RQ, registered ones).
+        kernel: with a spectral density.
         num_features: m, a multiple of 2 for each summand.
         num_dims: of the inputs; None takes `ard_num_dims`.
         seed: of the frequencies.
@@ -99,9 +101,6 @@ class RandomFourierBasis(FeatureBasis):
     Raises:
         ValueError: an odd num_features, unknown num_dims, a batch of kernels.
         SpectralDensityMissingError: a kernel without random Fourier features.
-
-    Beyond n outputscale / noise features, variances stay near the prior's and the bound cannot learn hyperparameters.
-    `NystromBasis` avoids both.
     """
 
     exchangeable = True
@@ -122,7 +121,6 @@ class RandomFourierBasis(FeatureBasis):
         self.num_groups, self.group_size = self.fourier.num_groups, self.fourier.group_size
 
     def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
-        """Cost n g (d + 2)."""
         return self.fourier.features(self.kernel, x, groups)
 
     def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:
@@ -130,7 +128,7 @@ class RandomFourierBasis(FeatureBasis):
 
 
 def _seed_of(seed: int, chunk: int) -> int:
-    """A prime above 2^32 keeps neighbouring seeds from sharing chunks."""
+    """Neighbouring seeds share no chunks, by a prime above 2^32."""
     return (seed * 4_294_967_311 + chunk) % 2**63
 
 

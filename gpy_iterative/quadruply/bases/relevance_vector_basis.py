@@ -22,12 +22,11 @@ class RelevanceVectorBasis(KernelFunctionBasis):
     Args:
         kernel: any without batch shape.
         centers: Z [m, d], usually the training inputs.
-        max_precision: functions of at least this precision are irrelevant. It depends on the scale of targets
-            (standardise them) and of phi^T phi / noise.
-        sparse_gradients: gradients hold only sampled rows; False for optimisers that refuse these.
+        max_precision: functions of at least this precision are irrelevant; for standardised targets.
+        sparse_gradients: gradients hold only sampled rows.
 
     Raises:
-        ValueError: as `KernelFunctionBasis`; max_precision is not positive and finite.
+        ValueError: unfit or non-finite centers, an invalid option.
     """
 
     def __init__(
@@ -51,18 +50,18 @@ class RelevanceVectorBasis(KernelFunctionBasis):
         return self.prior_precision(torch.arange(self.num_groups, device=self.points.device)).detach()
 
     def relevant(self) -> Tensor:
-        """Indices of functions with a precision below `max_precision`."""
+        """Indices of relevant functions."""
         return (self.precision < self.max_precision).nonzero().squeeze(-1)
 
     @torch.no_grad()
     def update_precision(self, mean: Tensor, variance: Tensor) -> None:
         """MacKay's fixed-point update of all precisions, (1 - s variance) / mean^2; cost O(m).
 
+        Precisions of weights that the data do not determine (s variance = 1) stay.
+
         Args:
             mean: `model.weights.mean` [m].
             variance: `model.weights.variance` [m].
-
-        Raises ValueError for other shapes. Precisions of weights that the data do not determine (s variance = 1) stay.
         """
         shape = (self.num_groups,)
         if mean.shape != shape or variance.shape != shape:
@@ -78,11 +77,7 @@ class RelevanceVectorBasis(KernelFunctionBasis):
 def prune_relevance_vectors(model: QuadruplyStochasticGP) -> QuadruplyStochasticGP:
     """A new model with only the relevant functions and their weights. It needs new optimisers.
 
-    Args:
-        model: with a RelevanceVectorBasis; stays unchanged.
-
-    Raises:
-        ValueError: another basis, or no relevant function.
+    Raises ValueError for another basis than a `RelevanceVectorBasis`, or no relevant function.
     """
     basis = model.basis
     if not isinstance(basis, RelevanceVectorBasis):
