@@ -77,7 +77,9 @@ class FourierGroups(torch.nn.Module):
             return {name.replace("__", "."): buffer.index_select(-1, groups) for name, buffer in stored}
         chunks, which = (groups // CHUNK).unique(return_inverse=True)
         seed = int(self.seed)
-        drawn = [self._draw(kernel, _seed_of(seed, int(chunk)), CHUNK) for chunk in chunks]
+        # A prime above 2^32, so that neighbouring seeds share no chunks.
+        seeds = [(seed * 4_294_967_311 + int(chunk)) % 2**63 for chunk in chunks]
+        drawn = [self._draw(kernel, own, CHUNK) for own in seeds]
         position = which * CHUNK + groups % CHUNK
         return {
             name: torch.cat([draws[name] for draws in drawn], dim=-1).to(groups.device).index_select(-1, position)
@@ -125,11 +127,6 @@ class RandomFourierBasis(FeatureBasis):
 
     def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:
         return kernel_diagonal(self.kernel, x)
-
-
-def _seed_of(seed: int, chunk: int) -> int:
-    """Neighbouring seeds share no chunks, by a prime above 2^32."""
-    return (seed * 4_294_967_311 + chunk) % 2**63
 
 
 def _num_dims(kernel: kernels.Kernel, num_dims: int | None) -> int:
