@@ -74,9 +74,7 @@ class QuadruplyStochasticReport(Report):
 class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
     """Estimate of the evidence lower bound from samples of data and features.
 
-    Every call samples features, and rows of its data: unbiased for Gaussian noise, else a lower bound. With all data and
-    fixed kernel hyperparameters, several steps keep their rows, where the predictions of all features are known. Steps fit
-    these rows, and the value becomes optimistic.
+    Every call samples features, and rows of its data: unbiased for Gaussian noise, else a lower bound.
 
     Args:
         likelihood: Gaussian, or log-concave (Bernoulli, Laplace, Poisson, registered by `register_curvature`).
@@ -84,9 +82,10 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         num_data: n. None: every call passes all data.
         num_feature_samples: features of a sample; None is up to 10,000.
         num_data_samples: rows of a step; None is up to 500.
-        num_steps_per_batch: steps with the same rows. More than 1 needs fixed kernel hyperparameters, inputs without
-            gradient, and all data in every call. None samples each feature four times on average; it is 1 if this is
-            impossible, num_control_points is given, or the basis has a head.
+        num_steps_per_batch: steps with the same rows, where the predictions of all features are known; the value becomes
+            optimistic. More than 1 needs fixed kernel hyperparameters, inputs without gradient, and all data in every
+            call. None samples each feature four times on average, and is 1 where this is impossible, with a head, or if
+            num_control_points is given.
         num_control_points: of a control variate for steps that draw rows. None is 500 with Gaussian noise and sampled
             features.
         sparse_gradients: gradients hold only sampled rows, for Adagrad, SGD and SparseAdam.
@@ -97,12 +96,11 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         report: of the last evaluation.
 
     Raises:
-        ValueError: options outside their range.
-        TypeError: another model.
+        ValueError, TypeError: an invalid option or model.
         UnsupportedLikelihoodError: not Gaussian or known to be log-concave.
 
-    Cost of a step: b t for b rows and t sampled features (2 (b + p) t with p control points), times 1 + k. Kept rows add a
-    comparison of m (1 + k) weights.
+    Cost of a step: up to 2 (b + p) t (1 + k) for b rows, p control points and t sampled features; m (1 + k) more for rows
+    that are kept.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ class FeatureWeights(_VariationalDistribution):
         self.register_buffer("initialized", torch.zeros((), dtype=torch.uint8, device=like.device))
 
     def tail_rows(self, index: Tensor, *, sparse: bool) -> WeightRows:
-        """Rows [t] of the tail; `sparse` is for their gradients."""
+        """Rows [t]; `sparse` is for their gradients."""
         rows = lambda parameter: functional.embedding(index, parameter, sparse=sparse)
         k = self.num_dense_columns
         columns = rows(self.tail_columns) if k else self.tail_columns.new_zeros(len(index), 0)
@@ -93,7 +93,7 @@ class FeatureWeights(_VariationalDistribution):
 
     @property
     def dense_head_columns(self) -> Tensor:
-        """The head's dense columns of C, [h, k], lower triangular."""
+        """Lower triangular, [h, k]."""
         diagonal = self.head_log_diagonal[: self.num_dense_columns].exp()
         below = self.head_columns.tril(-1)
         return below + functional.pad(torch.diag(diagonal), (0, 0, 0, self.num_head - self.num_dense_columns))

@@ -29,7 +29,6 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
     Train with `QuadruplyStochasticOptimizer`. Memory: m (1 + k) numbers; the optimiser takes as many.
 
     Raises:
-        TypeError: basis is not a `FeatureBasis`.
         ValueError: num_dense_columns exceeds the features or splits a group.
 
     Examples:
@@ -86,12 +85,9 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return DeferredPrediction(self, x) if self.training else self.posterior(x)
 
     def posterior(self, x: Tensor) -> MultivariateNormal:
-        """Latent distribution at x [t, d] from all features.
+        """Latent distribution at x [t, d] from all features; its covariance is computed when it is read.
 
-        The covariance is computed when it is read. Only x receives gradients. Cost: t m (d + k); memory t (k + 8,192).
-
-        Raises:
-            ValueError: x has a wrong shape, dtype or device, or is not finite.
+        Only x receives gradients. Cost: t m (d + k); memory t (k + 8,192). Raises ValueError for unfit or non-finite x.
         """
         x = self.check_inputs(x)
         check_finite("x", x)

@@ -11,7 +11,7 @@ from gpy_iterative.checks import check_count, check_fraction, check_instance, ch
 from gpy_iterative.quadruply.feature_weights import FeatureWeights, SeenRows
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 
-#: Smallest ratio of a precision to that before the step.
+#: Least ratio of precisions after and before a step.
 LEAST_PRECISION_RATIO = 0.5
 #: Halvings of a step before it is skipped.
 MAX_HALVINGS = 50
@@ -149,9 +149,6 @@ class QuadruplyStochasticOptimizer(_Optimizer):
     Attributes:
         optimizers: its optimisers.
         num_done: steps made.
-
-    Raises:
-        ValueError: options outside their range.
     """
 
     def __init__(

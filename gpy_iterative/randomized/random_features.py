@@ -176,7 +176,6 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             run = run.drawn(generator).having(features=kept)
         draws = dict(kept)
         features, total = RandomFourierFeatures(int(draws["count"])), self._sum(num_data, draws)
-        # A graph only if the operator has one.
         with torch.set_grad_enabled(any(tensor.requires_grad for tensor in operator.representation())):
             matrix = features.differentiable(terms, draws_under("features", draws))
             matrix = matrix.expand(*operator.batch_shape, *matrix.shape[-2:])

@@ -42,8 +42,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an invalid option; (from the call) a rate too high for the dtype.
-        TypeError: an invalid truncation.
+        ValueError, TypeError: an invalid option; (from the call) a rate too high for the dtype.
 
     Warns:
         VarianceWarning: the variance exceeds the squared solution.

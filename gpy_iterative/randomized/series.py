@@ -58,8 +58,8 @@ class TruncationReport(Report):
         probe_steps: J of each probe, [*b, s].
         steps: of targets and probes, [*b, 1 + s].
         converged: series that ended by themselves, [*b, 1 + s].
-        relative_variance: of one estimate x of H^-1 (y - mean), E|x - E x|^2 / |E x|^2 in the norm of H, [*b].
-        decay_rate: log(rho) of the targets' series, whose terms fall as rho^-j, [*b].
+        relative_variance: E|x - E x|^2 / |E x|^2 in the norm of H for one estimate x of the targets, [*b].
+        decay_rate: log(rho) of the targets' terms, which fall as rho^-j, [*b].
     """
 
     truncation: Truncation

@@ -48,7 +48,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an invalid option; (from the call) a grid without increments.
+        ValueError: an invalid option, a grid without increments.
         SpectralDensityMissingError: (from the call) no differentiable random features.
     """
 

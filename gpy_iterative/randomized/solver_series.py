@@ -1,7 +1,4 @@
-"""Conjugate gradients as a series, H^-1 b = sum_j length_j direction_j, cut at random and reweighted.
-
-Potapczynski et al. 2021 (see `truncation.py`), section 4.1.
-"""
+"""Conjugate gradients as a series, H^-1 b = sum_j length_j direction_j, cut at random and reweighted."""
 
 import math
 import time
@@ -21,7 +18,7 @@ from gpy_iterative.preconditioners.preconditioner import Preconditioner, Precond
 from gpy_iterative.randomized.truncation import Truncation, check_truncation, draw_stops, survival_table, within
 from gpy_iterative.worker_threads import CPU, divided
 
-#: Relative residual after which a column's terms are zero. It must not depend on J.
+#: Relative residual after which terms are zero. It must not depend on J.
 DEFAULT_TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 

@@ -232,7 +232,7 @@ class AutomaticTruncation:
 
 
 def _steps_to_tail(energies: Tensor, decay: float) -> int:
-    """First j that leaves at most TAIL of the sum, by geometric extrapolation."""
+    """First j that leaves at most TAIL of the sum, extrapolated geometrically."""
     if decay <= 0:
         return 2 * len(energies)
     rest = float(energies[-1]) * _geometric_mean(2 * decay)

@@ -12,7 +12,7 @@ from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
 from gpy_iterative.quadruply.bases.inducing_point_basis import KeptAt, check_columns, check_points, gram_matrix
 from gpy_iterative.quadruply.bases.random_fourier_basis import FourierGroups
 
-#: Relative to the largest; smaller eigenvalues are left to the tail.
+#: Relative to the largest; the tail has smaller eigenvalues.
 SMALLEST_EIGENVALUE = 1e-6
 
 

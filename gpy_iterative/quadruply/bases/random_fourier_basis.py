@@ -1,4 +1,4 @@
-"""Random Fourier features; a group has a sine and a cosine per summand."""
+"""Random Fourier features; a group has sine and cosine per summand."""
 
 import torch
 from gpytorch import kernels
@@ -14,7 +14,7 @@ from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.spectral.summands import summands
 
-#: Groups per seed without stored frequencies.
+#: Groups per seed.
 CHUNK = 4096
 
 
