@@ -12,8 +12,8 @@ DOCS = RESULTS.parent.parent / "docs"
 INTRODUCTION = """# Benchmarks
 
 `make bench` makes this page from saved runs (`benchmarks/results/{preset}/`): {meaning}
-`python -m benchmarks run CASE --preset {preset}` repeats a case, `table CASE` and `plot CASE` show it. Published
-figures are of other machines and larger data: compare ratios. [Measured](measured.md) has larger single measurements.
+`python -m benchmarks run CASE --preset {preset}` repeats a case. Published figures are of other machines and larger data:
+compare ratios. [Measured](measured.md) has larger measurements, and further cases.
 
 {environments}
 """
@@ -37,7 +37,10 @@ def render(preset: Preset, folder: Path = RESULTS, docs: Path = DOCS) -> Path:
         raise NothingToShowError(f"Nothing is saved in {folder / preset}; {measuring(preset, folder)} measures it.")
     everything = [measured for runs in found.values() for measured in runs]
     parts = [INTRODUCTION.format(preset=preset.value, meaning=MEANINGS[preset], environments=_environments(everything))]
-    parts += [_section(CASES[name], runs, preset, docs) for name, runs in found.items() if runs]
+    for name, runs in found.items():
+        case = CASES[name]
+        if runs and (case.shows_tables or case.pictures is not None):
+            parts.append(_section(case, runs, preset, docs))
     path = docs / "benchmarks.md"
     path.write_text("\n".join(parts))
     return path

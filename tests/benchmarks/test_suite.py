@@ -123,6 +123,8 @@ def test_the_page_has_tables_pictures_and_environments(
     text = page.render(Preset.QUICK, tmp_path / "results", tmp_path / "pictured").read_text()
     assert "| ours | 0.5 |" not in text
     assert "made_up.svg" in text
+    monkeypatch.setattr(page, "CASES", {made_up.name: replace(made_up, shows_tables=False, pictures=None)})
+    assert "made up" not in page.render(Preset.QUICK, tmp_path / "results", tmp_path / "pictured").read_text()
     with pytest.raises(ValueError, match="not to be rendered"):
         page.render(Preset.SMOKE, tmp_path / "results", tmp_path / "docs")
     with pytest.raises(ValueError, match="Nothing is saved"):
