@@ -87,7 +87,7 @@ class FeatureWeights(_VariationalDistribution):
         if self.seen is None or not variance.requires_grad:
             return
         features = features.detach()
-        # Price: the derivative in the variance is half the second one in the mean.
+        # Price's theorem: the derivative in the variance is half the second one in the mean.
         note = lambda gradient: self.seen.append(SeenRows(features, 2 * gradient, fit))
         variance.register_hook(note)
 
@@ -133,7 +133,7 @@ class FeatureWeights(_VariationalDistribution):
 
     @torch.no_grad()
     def assign(self, mean: Tensor, columns: Tensor, log_diagonal: Tensor) -> None:
-        """Sets mean [m], columns [m, k] below C's diagonal, and its logarithm [m]."""
+        """Sets mean [m], columns [m, k] below the diagonal, log diagonal [m]."""
         h = self.num_head
         tail = log_diagonal[h:].unsqueeze(-1)
         self.head_mean.copy_(mean[:h])

@@ -142,7 +142,8 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         num_steps: of the training.
         head_learning_rate: of `HeadNaturalGradient`.
         learning_rate: of Adagrad.
-        hyper_learning_rate: of Adam; None is .05 with a head alone, else 1e-5, as random features bias hyperparameters.
+        hyper_learning_rate: of Adam; 0 fixes hyperparameters. None is .05 with a head alone, else 1e-5, as random features
+            bias them.
         final_fraction: last rate over first rate.
         num_frozen_steps: steps before noise and hyperparameters move; None is a tenth.
 

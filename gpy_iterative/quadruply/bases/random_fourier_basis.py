@@ -94,7 +94,7 @@ class RandomFourierBasis(FeatureBasis):
     `NystromBasis` avoids both.
 
     Args:
-        kernel: with a spectral density.
+        kernel: scales, sums and products of kernels with a spectral density.
         num_features: m, a multiple of 2 for each summand.
         num_dims: of the inputs; None takes `ard_num_dims`.
         seed: of the frequencies.
