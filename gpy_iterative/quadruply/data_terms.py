@@ -106,8 +106,7 @@ def site_bound(
 ) -> Tensor:
     """Lower bound of E_q log p(y | f) for a log-concave likelihood, with an unbiased gradient: [], float64.
 
-    It follows from Jensen's inequality, since the sampled latent mean is unbiased given the weights. Theorem 3 of Evans
-    and Nair 2018 lacks a square root of the variance and is no bound.
+    It follows from Jensen's inequality, since the sampled latent mean is unbiased given the weights.
     """
     if known is None:
         head = Head.of(model, model.head_features(rows.x))

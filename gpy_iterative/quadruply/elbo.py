@@ -46,11 +46,9 @@ class QuadruplyStochasticReport(Report):
     Attributes:
         value: of `forward`, [].
         is_unbiased: whether it estimates the rows' evidence lower bound, not a lower bound of it.
-        num_rows: sampled data.
         num_features: m.
-        num_feature_samples: features of a sample, without the head.
-        num_control_points: of the control variate.
-        num_steps_per_batch: steps with the same rows.
+        num_feature_samples: without the head.
+        num_steps_per_batch: with the same rows.
         seconds: of `forward`.
     """
 
@@ -167,7 +165,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         Under `torch.no_grad()` a call does not change the training.
 
         Raises:
-            ValueError: unfit shapes, dtypes, devices or sizes, non-finite data, targets outside the likelihood's support.
+            ValueError: unfit or non-finite data, targets outside the likelihood's support.
             NonFiniteError: a hyperparameter, the estimate or (from `.backward()`) a gradient is not finite.
         """
         start, tracks = time.perf_counter(), torch.is_grad_enabled()

@@ -42,10 +42,7 @@ class SeenRows:
 class FeatureWeights(_VariationalDistribution):
     """Mean and C of all weights.
 
-    Args:
-        num_dense_columns: k <= num_head.
-        shared_diagonal: one diagonal entry of C for the tail.
-        like: gives dtype and device.
+    `like` gives dtype and device.
 
     Attributes:
         initialized: data have set the diagonal of C (0 or 1).

@@ -25,7 +25,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
     """Marginal log likelihood of an exact Gaussian process: unbiased value and gradient at bounded expected cost.
 
     Conjugate gradients stop after a random number J of steps; step j is divided by P(J >= j). Train with Adam: line
-    searches fail, since values are noisy, and with frozen draws the gradient is not that of the value.
+    searches fail.
 
     Args:
         likelihood, model, products, generator: as in `HutchinsonMarginalLogLikelihood`.

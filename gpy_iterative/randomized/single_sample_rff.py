@@ -31,7 +31,6 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     """The marginal log likelihood from random features, with unbiased value and gradient.
 
     A step evaluates the log likelihoods of m_0, m_{k-1} and m_k nested frequencies for one random k.
-    `RussianRouletteMarginalLogLikelihood` has less variance.
 
     Args:
         likelihood: Gaussian with diagonal noise.
@@ -44,7 +43,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         resample: False keeps frequencies and increment of the first step.
         solver, products, generator: as in `RussianRouletteMarginalLogLikelihood`.
 
-    Cost: n (2 m_k)^2 + (2 m_k)^3, and n^3 for the exact term; memory about six times n 2 m_k.
+    Cost: as `RFFMarginalLogLikelihood` with m_k frequencies, and n^3 for the exact term.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.

@@ -199,8 +199,7 @@ def russian_roulette_solve(
         A Solution. Its statistics have the residual norms of plain conjugate gradients.
 
     Raises:
-        ValueError: mismatched shapes, dtypes or devices, a batch, an invalid option.
-        TypeError: an invalid truncation.
+        ValueError, TypeError: unfit arguments, a batch.
         NonFiniteError: NaN or infinity.
     """
     check_truncation(truncation)

@@ -45,11 +45,6 @@ class ExponentialTruncation:
         min_steps: terms always taken, with weight 1.
         rate: 0 is uniform. Best is log(rho) for terms that fall as rho^-j in norm; the variance is finite below twice that.
         max_steps: None is unlimited; `within` sets it for a system.
-
-    Examples:
-        >>> truncation = gpi.truncation.ExponentialTruncation(min_steps=80, rate=0.05)
-        >>> round(truncation.mean(), 1)
-        99.5
     """
 
     min_steps: int = 80

@@ -24,7 +24,7 @@ class NystromBasis(FeatureBasis):
     Titsias 2009 for diagonal posterior covariance.
 
     Args:
-        kernel: any without batch shape; a tail needs random Fourier features.
+        kernel: any without batch shape.
         inducing_points: Z [h, d], random training inputs or cluster centres.
         num_tail_features: 0, or a multiple of 2 for each summand of the kernel.
         seed, store_frequencies: as in `RandomFourierBasis`.
