@@ -112,6 +112,7 @@ def check_entries(part: Part, shapes: Mapping[str, tuple[int, ...] | None]) -> N
 
 
 def _weights(model: QuadruplyStochasticGP) -> Tensor:
+    """A copy, [m, 1 + k]."""
     mean, columns = model.weights.tail_mean.detach(), model.weights.tail_columns.detach()
     return torch.cat([mean, columns], dim=-1) if columns.numel() else mean.clone()  # far faster
 
