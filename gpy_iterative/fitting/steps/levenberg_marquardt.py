@@ -184,8 +184,12 @@ class LevenbergMarquardt(ABC):
         # A typical curvature gives coordinates with units a scale.
         typical = torch.full_like(diagonal, point.num_data)
         scale = torch.where(self.coordinates.has_units & (diagonal > 0), diagonal, typical)
+        # With units: by its value, or its standard error if that is larger. A curvature per datum would not do: a task's
+        # covariances depend on few degrees of freedom, however many data there are.
+        own = point.position.abs().maximum(scale.rsqrt())
+        radius = torch.where(self.coordinates.has_units & (diagonal > 0), own, RADIUS)
         # The value is quadratic in parameters of the mean.
-        radius = torch.where(curvature.linear, torch.inf, RADIUS * (typical / scale).sqrt())
+        radius = torch.where(curvature.linear, torch.inf, radius)
         no_samples = gradient.new_zeros(0, len(gradient))
         found = Assessment(curvature, gradient, held, 0.0, 0.0, no_samples, RIDGE * scale, radius)
         left = found.energy(gradient.unsqueeze(0))
