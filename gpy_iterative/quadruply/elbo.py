@@ -126,7 +126,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
                 f"likelihood; {type(likelihood).__name__} is not known to be log-concave. If it is, "
                 "register it by register_curvature; else use a variational model with gpytorch.mlls.VariationalELBO."
             )
-        if isinstance(likelihood, GaussianLikelihood) and likelihood.noise.numel() != 1:
+        if self.is_unbiased and likelihood.noise.shape[:-1].numel() != 1:
             raise ValueError(
                 f"A batch of models is not supported: the likelihood has noise variances of shape "
                 f"{tuple(likelihood.noise.shape)}."

@@ -183,8 +183,12 @@ def test_likelihoods() -> None:
         QuadruplyStochasticELBO(student, model)
     with pytest.raises(UnsupportedLikelihoodError, match="Multitask"):
         QuadruplyStochasticELBO(gpytorch.likelihoods.MultitaskGaussianLikelihood(2), model)
-    with pytest.raises(ValueError, match="batch of models"):
-        QuadruplyStochasticELBO(gpytorch.likelihoods.GaussianLikelihood(batch_shape=torch.Size([2])), model)
+    for batch in (
+        gpytorch.likelihoods.GaussianLikelihood(batch_shape=torch.Size([2])),
+        gpytorch.likelihoods.DirichletClassificationLikelihood(torch.tensor([0, 1])),  # a model per class
+    ):
+        with pytest.raises(ValueError, match="batch of models"):
+            QuadruplyStochasticELBO(batch, model)
     with pytest.raises(TypeError, match="QuadruplyStochasticGP"):
         QuadruplyStochasticELBO(gaussian_likelihood(0.1), torch.nn.Linear(1, 1))
     logistic = gpi.likelihoods.LogitBernoulliLikelihood()
