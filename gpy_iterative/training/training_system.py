@@ -112,9 +112,13 @@ def check_hyperparameters(model: torch.nn.Module) -> None:
     """Raises NonFiniteError, which BoTorch's line search tolerates."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
-            raise NonFiniteError(
-                f"The parameter {name} is not finite. Use a smaller learning rate, or a constraint on it."
-            )
+            advice = "Use a smaller learning rate, or a constraint on it."
+            if parameter.isinf().any():  # as by `likelihood.noise = 1e-4`, GPyTorch's bound
+                advice = (
+                    "It is infinite where a value was set to a bound of its constraint: set a value inside the bounds, or "
+                    "move the bound. Otherwise use a smaller learning rate."
+                )
+            raise NonFiniteError(f"The parameter {name} is not finite. {advice}")
 
 
 def num_training_data(model: ExactGP) -> int:

@@ -250,6 +250,14 @@ def test_non_finite_hyperparameter_is_a_nan_error_and_leaves_the_warm_start() ->
     assert torch.isfinite(mll(case.model(case.x), case.y))
 
 
+def test_a_value_set_to_the_bound_of_its_constraint() -> None:
+    """GPyTorch accepts it, and its raw value is infinite: no learning rate helps."""
+    case, mll = case_and_mll()
+    case.likelihood.noise = case.likelihood.noise_covar.raw_noise_constraint.lower_bound
+    with pytest.raises(gpi.errors.NonFiniteError, match=r"raw_noise is not finite.*set to a bound of its constraint"):
+        mll(case.model(case.x), case.y)
+
+
 @pytest.mark.parametrize(
     ("mll_class", "options"),
     [
