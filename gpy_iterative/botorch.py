@@ -35,7 +35,7 @@ def fit_average_information(
     Args:
         mll: of this package, for a BoTorch model.
         closure: None; another raises ValueError, as no closure gives the curvature.
-        progress, options: of `gpy_iterative.fit`.
+        progress, options: of `gpy_iterative.fit`, as in `optimizer_kwargs={"max_steps": 20}`.
 
     Returns:
         BoTorch's result. After an OptimizationWarning (stagnated fit) BoTorch draws new initial hyperparameters.

@@ -166,7 +166,9 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def posterior(
         self, *, solver: Solver | None = None, rank: int | None = None, num_neighbours: int | None = None
     ) -> PathwisePosterior:
-        """The posterior at the current hyperparameters, from the training solves; `model(x)` uses it, see `install`.
+        """The posterior at the current hyperparameters, from the training solves.
+
+        Puts model and likelihood into evaluation mode; `model(x)` uses it until `model.train()`.
 
         Args:
             solver: for means and sample paths; None is that of training. After training with few epochs pass more.

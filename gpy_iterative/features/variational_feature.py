@@ -30,13 +30,14 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     Args:
         likelihood: Gaussian with independent noise.
         model: an ExactGP with one output and finite feature maps.
-        batch_size: rows per step; None is 256.
+        batch_size: rows per step; None is 256, or all data if fewer.
         update: "natural" takes natural gradient steps. With "gradient", v and a root of S are parameters: train with
             `Adam(mll.parameters())`.
         tracker_rate: natural step size in (0, 1], or a function of the step; None falls from min(.05, .1 b / m) to .001
             with the square root of the steps.
-        include_batch: natural weights contain half of the next update, to follow a network. Off is unbiased.
-        centred: weights of unscaled features. Off is slow with update="gradient".
+        include_batch: natural weights see half of a batch before its loss is computed, so that they follow a network; the
+            bias is small. False is unbiased.
+        centred: weights of features before scaling (by outputscales). False is slow with update="gradient".
         generator: a generator or a seed; None takes that of `torch.manual_seed`.
 
     The first call and `refresh()` cost n m^2, a step b features, b m^2, and m^3 (natural); memory m^2 + b m.

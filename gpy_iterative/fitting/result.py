@@ -59,7 +59,7 @@ class Estimated:
         standard_error: of the logarithm for positive parameters, of the logit for intervals, else of the value; None if
             undetermined by the data.
         low, high: 95 % interval, in the units of `value`; None if undetermined.
-        at_bound: of its constraint.
+        at_bound: whether it is held at a bound of its constraint.
     """
 
     name: str
@@ -85,7 +85,8 @@ class FitResult:
         status: `status.advice` says what to do.
         history: one row for the start and for each step.
         hyperparameters: in the mll's order; Adam gives no standard errors.
-        irrelevant: lengthscales of unneeded inputs.
+        irrelevant: lengthscales of unneeded inputs, whose value changes nothing.
+        method: "average_information", "quasi_newton" or "adam".
         reason: for the method.
         is_interrupted: by Ctrl-C; the status is then BUDGET.
     """
@@ -107,11 +108,11 @@ class FitResult:
 
     @property
     def has_standard_errors(self) -> bool:
-        """False for Adam, for STAGNATED, or after an early Ctrl-C."""
+        """False for Adam, for STAGNATED, or if Ctrl-C came before the curvature was known."""
         return any(each.standard_error is not None for each in self.hyperparameters)
 
     def plot(self) -> Any:
-        """Value and nats left to gain by step: a `matplotlib.figure.Figure`."""
+        """Value and nats left to gain by step: a `matplotlib.figure.Figure`. ImportError without matplotlib."""
         return plot_history(self.history)
 
     def __str__(self) -> str:

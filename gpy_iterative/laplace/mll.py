@@ -50,8 +50,8 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
 
     Args:
         likelihood: the model's.
-        objective: "laplace", or "elbo" for the largest lower bound, without probes: over all Gaussians with
-            `LaplaceCholesky`, in the span of the actions, fixed in the gradient, with `LaplaceNewton`.
+        objective: "laplace", or "elbo" for the largest variational lower bound, without probes. `LaplaceCholesky`
+            maximises it over all Gaussians; `LaplaceNewton` in the span of its actions, which the gradient holds fixed.
         solver: None is `LaplaceCholesky()` (without probes) up to n C = 2,000, else `LaplaceNewton()`.
         num_probes: probe vectors of the gradient's trace.
         tolerance: relative residual of the solves for the gradient.

@@ -47,6 +47,7 @@ class AlternatingProjections(IterativeSolver[_State]):
     Args:
         block_size: rows of a block, at most n; None: 512 on a CPU, 1024 on an accelerator.
         fallback: takes over when the pace predicts more than three further epochs; only its preconditioner is used.
+            None: never.
 
     Examples:
         >>> solver = gpi.solvers.AlternatingProjections(max_epochs=10)

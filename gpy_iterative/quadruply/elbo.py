@@ -86,7 +86,8 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
             num_control_points is given.
         num_control_points: of a control variate for steps that draw rows. None is 500 with Gaussian noise and sampled
             features.
-        sparse_gradients: gradients hold only sampled rows, for Adagrad, SGD and SparseAdam.
+        sparse_gradients: gradients hold only sampled rows, for Adagrad, SGD and SparseAdam; False for other
+            optimisers.
         generator: of samples, or its seed.
 
     Attributes:

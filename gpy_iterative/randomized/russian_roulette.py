@@ -33,7 +33,8 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         num_truncations: M draws of J for the targets. More lower the variance and lengthen the run.
         num_probes: probe vectors.
         probe_truncation: "independent" draws J per probe (less variance); "shared" uses the targets' first J (shorter run).
-        preconditioner: of the series, and covariance of the probes. A larger rank lowers the variance.
+        preconditioner: of the series, and covariance of the probes; None: the identity. A larger rank lowers the
+            variance.
         tolerance: as in `conjugate_gradient_series`.
         resample: False keeps J and probes of the first step.
         solver: of predictions; None is `gpy_iterative.solvers.default_solver`.

@@ -206,7 +206,7 @@ class PathwisePosterior:
     def variance_error(self, *inputs: Tensor, num_points: int = 32) -> VarianceError:
         """The error of latent variances at `num_points` random test inputs of [*b, t, d].
 
-        Cost: one solve with num_points columns. Warns if the error is large.
+        Cost: one solve with num_points columns. VarianceWarning if the median |log ratio| is above .25.
         """
         snapshot, solves = self._current()
         points = checked_inputs(list(snapshot.model.train_inputs or ()), inputs)

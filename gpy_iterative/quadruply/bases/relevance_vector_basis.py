@@ -23,7 +23,7 @@ class RelevanceVectorBasis(KernelFunctionBasis):
         kernel: any without batch shape.
         centers: Z [m, d], usually the training inputs.
         max_precision: functions of at least this precision are irrelevant; for standardised targets.
-        sparse_gradients: gradients hold only sampled rows.
+        sparse_gradients: as in `QuadruplyStochasticELBO`.
 
     Raises:
         ValueError: unfit or non-finite centers, an invalid option.
