@@ -45,8 +45,9 @@ check: .venv/ready
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
+# Not --quiet: --strict would not count the warnings of failing code blocks and dead links.
 docs: .venv/ready
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 	$(BIN)/python -m tests.documentation.site site
 
 # What users install: source and wheel, built and tried in an environment of their own, and all extras resolved.

@@ -1,5 +1,8 @@
 """What `make docs` finds wrong with a site that was built."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +55,17 @@ def test_a_page_wider_than_a_phone_is_found(site: Path, capsys: pytest.CaptureFi
     assert found_on('<div style="width: 800px">wide</div>', site) == []
     assert main(site) == 1
     assert capsys.readouterr().out == "page/index.html: wider than a window of 360 pixels\n"
+
+
+def test_make_docs_fails_where_a_code_block_fails(tmp_path: Path) -> None:
+    """With --quiet, mkdocs counts no warnings, and such a site was built."""
+    options = re.search(r"mkdocs build (.*)", Path("Makefile").read_text())
+    assert options
+    extensions = "plugins: [markdown-exec]\nmarkdown_extensions: [pymdownx.superfences]\n"
+    (tmp_path / "mkdocs.yml").write_text("site_name: a\n" + extensions)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text('```python exec="1"\nraise ValueError("no example")\n```\n')
+    command = [sys.executable, "-m", "mkdocs", "build", *options[1].split()]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert built.returncode
+    assert "no example" in built.stdout + built.stderr
