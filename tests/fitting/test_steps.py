@@ -39,8 +39,9 @@ def test_a_step_is_that_of_the_dense_formulas() -> None:
     coordinates.write(start)
     ridge = RIDGE * 150 * torch.eye(len(start), dtype=torch.float64)
     left = float(gradient @ torch.linalg.solve(matrix + ridge, gradient)) / 2
-    damping = min(left / 150, FIRST_DAMPING) * matrix.diagonal().diag()
-    move = torch.linalg.solve(matrix + damping + ridge, gradient).clamp(-RADIUS, RADIUS)
+    radius = torch.where(coordinates.has_units, torch.inf, RADIUS)  # that of the mean
+    damping = min(left / 150, FIRST_DAMPING) * matrix.diagonal().maximum(gradient.abs() / radius).diag()
+    move = torch.linalg.solve(matrix + damping + ridge, gradient).clamp(-radius, radius)
     made = optimiser.step()
     assert made is not None
     assert made.trials == 1

@@ -200,7 +200,10 @@ class LevenbergMarquardt(ABC):
 
     def _move(self, point: Point, found: Assessment, matrix: Tensor) -> Tensor:
         free = ~found.held
-        matrix = matrix + self._damping * torch.diag(found.curvature.matrix.diagonal())
+        # A counts what the data's solve sees, which may be far less than the curvature of a weak component. At a damping of
+        # one, the gradient alone then moves no coordinate beyond its radius.
+        diagonal = found.curvature.matrix.diagonal().maximum(found.gradient.abs() / found.radius)
+        matrix = matrix + self._damping * torch.diag(diagonal)
         move = torch.zeros_like(point.position)
         move[free] = torch.linalg.solve(matrix[free][:, free], found.gradient[free])
         move = move.maximum(-found.radius).minimum(found.radius)
