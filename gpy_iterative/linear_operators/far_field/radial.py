@@ -81,8 +81,11 @@ class RadialFarField(RadialTiles):
         return super().alpha_product(rhs) if field is None else self._product(field, rhs, self._alpha_derivatives)
 
     def _values(self, batch: Batch) -> Tensor:
+        kept = self.cache.tiles.get(batch.key)
+        if kept is not None:
+            return kept
         evaluate = lambda out: self.entries.blocks(*batch.inputs, out, self.scratch(batch.shape, 1))
-        return self.kept_value(batch.key, batch.shape, evaluate, partial(self._evaluate_both_of, batch))
+        return self.new_tile(batch.key, batch.shape, evaluate, partial(self._evaluate_both_of, batch))
 
     def _values_and_derivatives(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return self.kept_pair(batch.key, batch.shape, partial(self._evaluate_both_of, batch))

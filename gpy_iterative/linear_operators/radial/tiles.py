@@ -5,7 +5,7 @@ for coordinates apart (`SquaredDistances`), which would lose digits.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from types import FunctionType
@@ -16,12 +16,9 @@ from torch import Tensor
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.squared_distances import SquaredDistances, few_coordinates
-from gpy_iterative.linear_operators.tiles.cache import Key, TileCache
+from gpy_iterative.linear_operators.tiles.cache import EvaluateBoth, Key, TileCache
 from gpy_iterative.linear_operators.tiles.operator import TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
-
-#: Overwrites tensors with f and df/dq over its factor.
-EvaluateBoth = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class RadialTiles(Tiles):
@@ -48,7 +45,6 @@ class RadialTiles(Tiles):
         batches = [tensor.shape[:-dims] for tensor, dims in ((x1, 2), (self.x2, 2), (alpha, 1)) if tensor is not None]
         # The cache compares tensors by identity.
         owner = tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None)
-        self._keeps_derivatives = products.backend != "keops" and any(tensor.requires_grad for tensor in owner)
         super().__init__(
             torch.Size((*torch.broadcast_shapes(*batches), x1.shape[-2], self.x2.shape[-2])),
             symmetric=x2 is None,
@@ -58,6 +54,7 @@ class RadialTiles(Tiles):
             products=products,
             cache=cache,
         )
+        self._keeps_derivatives = products.backend != "keops" and any(tensor.requires_grad for tensor in owner)
         self._is_fused = products.is_fused(x1.device, self.shape[-2], symmetric=self.symmetric)
 
     @cached_property
@@ -96,28 +93,9 @@ class RadialTiles(Tiles):
             u.masked_fill_(same, 0.0)
         return u
 
-    def tile(self, i: int, j: int) -> Tensor:
-        evaluate, evaluate_both = partial(self.evaluate, i, j), partial(self._evaluate_both, i, j)
-        return self.kept_value((i, j), self.tile_shape(i, j), evaluate, evaluate_both)
-
     def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
         """Tiles (i, j) of f and df/dq; see `tile`."""
-        return self.kept_pair((i, j), self.tile_shape(i, j), partial(self._evaluate_both, i, j))
-
-    def kept_value(
-        self, key: Key, shape: torch.Size, evaluate: Callable[[Tensor], Tensor], evaluate_both: EvaluateBoth
-    ) -> Tensor:
-        """Keeps f with df/dq, from one evaluation; see `kept`."""
-
-        def to_keep(out: Tensor) -> None:
-            kept = None
-            if self._keeps_derivatives:
-                both = partial(evaluate_both, out)
-                kept = self.cache.derivatives.evaluate(key, shape, out, self._budget, both)
-            if kept is None:
-                evaluate(out)
-
-        return self.kept(key, shape, evaluate, to_keep)
+        return self.kept_pair((i, j), self.tile_shape(i, j), partial(self.evaluate_both, i, j))
 
     def kept_pair(self, key: Key, shape: torch.Size, evaluate_both: EvaluateBoth) -> tuple[Tensor, Tensor]:
         """Entries of f and df/dq, both kept or both new."""
@@ -127,7 +105,8 @@ class RadialTiles(Tiles):
                 return value, derivative
         return evaluate_both(self.scratch(shape, 0), self.scratch(shape, 1))
 
-    def _evaluate_both(self, i: int, j: int, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate_both(self, i: int, j: int, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes tiles of f, and of df/dq over its factor."""
         u = self._squared_distances(self.rows[i], self.columns[j], value, derivative)
         if not self._is_fused:
             return self.function.value_and_derivative_(u, derivative, self.alpha)

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gpy_iterative.changes import SeenVersions
 
 Key = tuple[int, int]
+#: Overwrites tensors with entries and their derivatives.
+EvaluateBoth = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Precedence(IntEnum):
@@ -93,16 +96,24 @@ class TileCache:
             return self._structure[0]
 
     def evaluate(
-        self, key: Key, shape: torch.Size, like: Tensor, budget: int, evaluate: Callable[[Tensor], object]
+        self,
+        key: Key,
+        shape: torch.Size,
+        like: Tensor,
+        budget: int,
+        evaluate: Callable[[Tensor], object],
+        evaluate_both: EvaluateBoth | None = None,
     ) -> Tensor | None:
-        """A new tile, which `evaluate` writes; None without room."""
+        """A new tile, which `evaluate` writes, or `evaluate_both` if its derivative is kept, too; None without room."""
         with self._pool.changed:
             tile = self._memory(shape, like, budget)
         if tile is None:
             return None
         is_done = False
         try:
-            evaluate(tile)
+            both = None if evaluate_both is None else partial(evaluate_both, tile)
+            if both is None or self.derivatives.evaluate(key, shape, like, budget, both) is None:
+                evaluate(tile)
             is_done = True
         finally:
             with self._pool.changed:

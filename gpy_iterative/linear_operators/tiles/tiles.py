@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpy_iterative.changes import SeenVersions
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tiles.cache import Key, TileCache, new_memory
+from gpy_iterative.linear_operators.tiles.cache import EvaluateBoth, Key, TileCache, new_memory
 from gpy_iterative.worker_threads import ByDevice, run, shares, summed
 
 #: Numbers of columns that CPUs multiply faster from the right.
@@ -85,10 +85,15 @@ class Tiles(ABC):
         self.ranks = products.ranks()
         self._like, self._memory, self._agreed = like, threading.local(), False
         self._budget = products.cache_budget(like.device)
+        self._keeps_derivatives = False
 
     @abstractmethod
     def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
         """Writes the tile (i, j) into `out` [*b, rows, columns]."""
+
+    def evaluate_both(self, i: int, j: int, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
+        """`evaluate`, and a derivative to keep beside the tile."""
+        raise NotImplementedError
 
     @abstractmethod
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
@@ -96,20 +101,20 @@ class Tiles(ABC):
 
     def tile(self, i: int, j: int) -> Tensor:
         """The tile (i, j), read-only, valid until the thread's next call. Call it only inside `cache.serving(*owner)`."""
-        evaluate = partial(self.evaluate, i, j)
-        return self.kept((i, j), self.tile_shape(i, j), evaluate, evaluate)
+        kept = self.cache.tiles.get((i, j))
+        if kept is not None:
+            return kept
+        evaluate, evaluate_both = partial(self.evaluate, i, j), partial(self.evaluate_both, i, j)
+        return self.new_tile((i, j), self.tile_shape(i, j), evaluate, evaluate_both)
 
-    def kept(
-        self,
-        key: Key,
-        shape: torch.Size,
-        evaluate: Callable[[Tensor], Tensor],
-        evaluate_to_keep: Callable[[Tensor], object],
+    def new_tile(
+        self, key: Key, shape: torch.Size, evaluate: Callable[[Tensor], Tensor], evaluate_both: EvaluateBoth
     ) -> Tensor:
-        """The entries of a key, kept if there is room."""
-        kept = self.cache.tiles.get(key)
-        if kept is None and self._budget > 0:
-            kept = self.cache.evaluate(key, shape, self._like, self._budget, evaluate_to_keep)
+        """The entries of a key, kept if there is room, with derivatives if these are wanted."""
+        both = evaluate_both if self._keeps_derivatives else None
+        kept = None
+        if self._budget > 0:
+            kept = self.cache.evaluate(key, shape, self._like, self._budget, evaluate, both)
         return evaluate(self.scratch(shape, 0)) if kept is None else kept
 
     def tile_shape(self, i: int, j: int) -> torch.Size:
