@@ -19,7 +19,7 @@ class SquaredDistances:
     """scale * |x1_i - x2_j|^2 without autograd.
 
     Args:
-        x1, x2: inputs [*b, n, d] and [*b, m, d], around a common centre near zero.
+        x1, x2: inputs [*b, n, d] and [*b, m, d], around a common centre near zero; x2 None is x1.
         scale: a constant, [] or [*b, 1, 1].
         few: up to so many coordinates, all are apart.
 
@@ -27,7 +27,9 @@ class SquaredDistances:
         together, apart: coordinates in the product, and those with differences.
     """
 
-    def __init__(self, x1: Tensor, x2: Tensor, scale: float | Tensor, *, few: int = 0) -> None:
+    def __init__(self, x1: Tensor, x2: Tensor | None, scale: float | Tensor, *, few: int = 0) -> None:
+        self._is_symmetric = x2 is None
+        x2 = x1 if x2 is None else x2
         left, right = x1.detach() * scale**0.5, x2.detach() * scale**0.5
         self.together, self.apart = _by_spread(left, right, few)
         # Not scaled, to round as without tiles.
@@ -40,7 +42,10 @@ class SquaredDistances:
     def block(
         self, rows: slice | Tensor, columns: slice, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        """A block [*b, rows, columns], perhaps slightly negative; overwrites `out` and `scratch`."""
+        """A block [*b, rows, columns], perhaps slightly negative; overwrites `out` and `scratch`.
+
+        Without x2 it is exactly zero from a point to itself.
+        """
         u = torch.matmul(self._left[..., rows, :], self._right[..., columns, :].mT, out=out)
         for coordinate in self.apart:
             difference = self.difference(coordinate, rows, columns, out=scratch)
@@ -48,6 +53,12 @@ class SquaredDistances:
                 u.addcmul_(difference.square_(), self._scale)
             else:
                 u.addcmul_(difference, difference, value=self._scale)
+        if self._is_symmetric:
+            size = self._x1.shape[-2]
+            if isinstance(rows, slice):
+                u.diagonal(rows.indices(size)[0] - columns.indices(size)[0], dim1=-2, dim2=-1).zero_()
+            else:
+                u.masked_fill_(rows.unsqueeze(-1) == torch.arange(size, device=u.device)[columns], 0.0)
         return u
 
     def difference(self, coordinate: int, rows: slice | Tensor, columns: slice, out: Tensor | None = None) -> Tensor:
@@ -55,17 +66,10 @@ class SquaredDistances:
         return torch.sub(left.unsqueeze(-1), right.unsqueeze(-2), out=out)
 
 
-def few_coordinates(*, has_kink: bool, is_symmetric: bool) -> int:
-    if not is_symmetric:
-        return FEW_OF_PREDICTION
-    return FEW_OF_KINK if has_kink else 0
-
-
 def differentiable_squared_distances(x1: Tensor, x2: Tensor | None) -> Tensor:
     """|x1_i - x2_j|^2 [*b, n, m], differentiable; x2 None is x1."""
     left, right = x1, x1 if x2 is None else x2
-    few = few_coordinates(has_kink=True, is_symmetric=x2 is None)
-    together, apart = _by_spread(left.detach(), right.detach(), few)
+    together, apart = _by_spread(left.detach(), right.detach(), FEW_OF_KINK if x2 is None else FEW_OF_PREDICTION)
     rows, columns = left[..., together], right[..., together]
     norms = rows.square().sum(-1).unsqueeze(-1) + columns.square().sum(-1).unsqueeze(-2)
     distances = (norms - 2 * rows @ columns.mT).clamp_min(0)

@@ -7,7 +7,7 @@ for coordinates apart (`SquaredDistances`), which would lose digits.
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from types import FunctionType
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
-from gpy_iterative.linear_operators.radial.squared_distances import SquaredDistances, few_coordinates
-from gpy_iterative.linear_operators.tiles.cache import EvaluateBoth, Key, TileCache
+from gpy_iterative.linear_operators.radial.squared_distances import FEW_OF_KINK, FEW_OF_PREDICTION, SquaredDistances
+from gpy_iterative.linear_operators.tiles.cache import Key, TileCache
 from gpy_iterative.linear_operators.tiles.operator import TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
 
@@ -56,20 +56,15 @@ class RadialTiles(Tiles):
         )
         self._keeps_derivatives = products.backend != "keops" and any(tensor.requires_grad for tensor in owner)
         self._is_fused = products.is_fused(x1.device, self.shape[-2], symmetric=self.symmetric)
-
-    @cached_property
-    def distances(self) -> SquaredDistances:
-        function = self._function
-        few = few_coordinates(has_kink=function.has_kink, is_symmetric=self.symmetric)
-        return SquaredDistances(self.x1, self.x2, function.scale(self.alpha), few=few)
-
-    @cached_property
-    def function(self) -> RadialFunction:
-        return self._function if self.distances.together else self._function.at_exact_distances()
+        few = FEW_OF_PREDICTION
+        if self.symmetric:
+            few = FEW_OF_KINK if function.has_kink else 0
+        self.distances = SquaredDistances(x1, x2, function.scale(self.alpha), few=few)
+        self.function = function if self.distances.together else function.at_exact_distances()
 
     def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
         scratch = self.scratch(out.shape, 1)
-        u = self._squared_distances(self.rows[i], self.columns[j], out, scratch)
+        u = self.distances.block(self.rows[i], self.columns[j], out, scratch)
         if not self._is_fused:
             return self.function.value_(u, scratch, self.alpha)
         flat, alpha = _flat(u, self.alpha)
@@ -77,37 +72,27 @@ class RadialTiles(Tiles):
         return u
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        u = self._squared_distances(rows, columns)
+        u = self.distances.block(rows, columns)
         return self.function.value_(u, torch.empty_like(u), self.alpha)
-
-    def _squared_distances(
-        self, rows: slice | Tensor, columns: slice, out: Tensor | None = None, scratch: Tensor | None = None
-    ) -> Tensor:
-        """See `SquaredDistances.block`; exactly zero from a point to itself."""
-        u = self.distances.block(rows, columns, out, scratch)
-        if self.symmetric and isinstance(rows, slice):
-            first_row, first_column = rows.indices(self.shape[-2])[0], columns.indices(self.shape[-1])[0]
-            u.diagonal(first_row - first_column, dim1=-2, dim2=-1).zero_()
-        elif self.symmetric:
-            same = rows.unsqueeze(-1) == torch.arange(self.shape[-1], device=u.device)[columns]
-            u.masked_fill_(same, 0.0)
-        return u
 
     def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
         """Tiles (i, j) of f and df/dq; see `tile`."""
-        return self.kept_pair((i, j), self.tile_shape(i, j), partial(self.evaluate_both, i, j))
+        kept = self.kept_pair((i, j))
+        if kept is not None:
+            return kept
+        shape = self.tile_shape(i, j)
+        return self.evaluate_both(i, j, self.scratch(shape, 0), self.scratch(shape, 1))
 
-    def kept_pair(self, key: Key, shape: torch.Size, evaluate_both: EvaluateBoth) -> tuple[Tensor, Tensor]:
-        """Entries of f and df/dq, both kept or both new."""
-        if self._keeps_derivatives:
-            value, derivative = self.cache.tiles.get(key), self.cache.derivatives.tiles.get(key)
-            if value is not None and derivative is not None:
-                return value, derivative
-        return evaluate_both(self.scratch(shape, 0), self.scratch(shape, 1))
+    def kept_pair(self, key: Key) -> tuple[Tensor, Tensor] | None:
+        """Entries of f and df/dq, if both are kept."""
+        if not self._keeps_derivatives:
+            return None
+        value, derivative = self.cache.tiles.get(key), self.cache.derivatives.tiles.get(key)
+        return None if value is None or derivative is None else (value, derivative)
 
     def evaluate_both(self, i: int, j: int, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         """Writes tiles of f, and of df/dq over its factor."""
-        u = self._squared_distances(self.rows[i], self.columns[j], value, derivative)
+        u = self.distances.block(self.rows[i], self.columns[j], value, derivative)
         if not self._is_fused:
             return self.function.value_and_derivative_(u, derivative, self.alpha)
         flat, alpha = _flat(u, self.alpha)
@@ -173,7 +158,7 @@ class RadialTiles(Tiles):
 
     def _alpha_derivative(self, i: int, j: int) -> Tensor:
         shape = self.tile_shape(i, j)
-        u = self._squared_distances(self.rows[i], self.columns[j], self.scratch(shape, 0), self.scratch(shape, 1))
+        u = self.distances.block(self.rows[i], self.columns[j], self.scratch(shape, 0), self.scratch(shape, 1))
         return self.function.alpha_derivative(u, self.alpha)
 
     def _with_ones(self, x: Tensor, batch: torch.Size) -> RowBlocks:

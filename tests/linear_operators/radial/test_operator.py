@@ -19,7 +19,7 @@ from gpy_iterative.linear_operators.radial.functions import (
     RBF,
     RadialFunction,
 )
-from gpy_iterative.linear_operators.radial.tiles import RadialTiles
+from gpy_iterative.linear_operators.radial.squared_distances import SquaredDistances
 
 FUNCTIONS = [RBF, MATERN12, MATERN32, MATERN52, RATIONAL_QUADRATIC]
 SMALL_TILES = KernelProducts(tile_size=2)
@@ -285,7 +285,7 @@ def test_derivatives_are_kept_beside_the_tiles(function: RadialFunction, monkeyp
         assert torch.equal(product, operator.detach()._matmul(right))
         operator.x1.mul_(1.0)  # another version: other tiles
         operator._matmul(right)
-    monkeypatch.setattr(RadialTiles, "_squared_distances", lambda *arguments: pytest.fail("evaluated again"))
+    monkeypatch.setattr(SquaredDistances, "block", lambda *arguments: pytest.fail("evaluated again"))
     with torch.no_grad():
         found = operator._bilinear_derivative(left, right)
     for one, other in zip(found, expected, strict=True):

@@ -130,13 +130,13 @@ def evaluated_tiles(group: Any) -> tuple[list[tuple[int, int]], list[tuple[int, 
             products=KernelProducts(tile_size=4, process_group=group),
         )
     tiles: Any = operator.tiles()
-    distances = tiles._squared_distances
+    distances = tiles.distances.block
 
     def spied(rows: slice, columns: slice, *memory: Tensor) -> Tensor:
         seen.append((rows.start // 4, columns.start // 4))
         return distances(rows, columns, *memory)
 
-    tiles._squared_distances = spied
+    tiles.distances.block = spied
     vectors = random(117, 2)
     tiles.product(slice(None), slice(None), vectors)
     of_product, seen = seen, []
