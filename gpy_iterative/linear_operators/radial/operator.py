@@ -70,11 +70,8 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         self.x1, self.outputscale, self.x2, self.alpha = x1, outputscale, x2, alpha
         self.function, self.products, self.cache, self.symmetric = function, products, cache, x2 is None
         self.tile_scale = outputscale.detach().unsqueeze(-1).unsqueeze(-1)
-
-    @property
-    def _is_batched(self) -> bool:
-        """Whether members differ in more than outputscales."""
-        return self.x1.dim() > 2 or (self.alpha is not None and self.alpha.dim() > 1)
+        # Whether members differ in more than outputscales.
+        self._is_batched = x1.dim() > 2 or (alpha is not None and alpha.dim() > 1)
 
     def _make_tiles(self) -> RadialTiles:
         engine = RadialTiles

@@ -27,14 +27,9 @@ class BilinearWeights:
         self.batch_shape = torch.broadcast_shapes(batch_shape, left.shape[:-2], right.shape[:-2])
         left, right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
         self.tensors, self._is_symmetric, self._length = (left, right), tiles.symmetric, tiles.length
-
-    @cached_property
-    def left(self) -> Tensor:
-        return torch.cat(self.tensors, dim=-1) if self._is_symmetric else self.tensors[0]
-
-    @cached_property
-    def right(self) -> Tensor:
-        return torch.cat(self.tensors[::-1], dim=-1) if self._is_symmetric else self.tensors[1]
+        self.left, self.right = left, right
+        if tiles.symmetric:
+            self.left, self.right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1)
 
     @cached_property
     def _blocks(self) -> tuple[RowBlocks, RowBlocks]:
