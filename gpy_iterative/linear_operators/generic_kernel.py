@@ -1,7 +1,6 @@
 """Any GPyTorch kernel as a matrix that is never stored."""
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
-from gpy_iterative.linear_operators.tiles.tiles import Tiles, blocks
+from gpy_iterative.linear_operators.tiles.tiles import Tiles, Visits, blocks
 
 #: Points of a block whose diagonal is wanted; most entries evaluated for a wanted one.
 DIAGONAL_BLOCK = 256
@@ -207,14 +206,15 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         tiles = self.tiles()
         assert isinstance(tiles, KernelTiles)
 
-        def share(visits: Sequence[tuple[int, int]]) -> list[Tensor]:
+        def share(visits: Visits) -> list[Tensor]:
             found = [torch.zeros_like(tensor) for tensor in tensors]
             for i, j in visits:
                 self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_columns[j], weights.tile(i, j))
             return found
 
         gradients = [
-            gradient if is_wanted else None for gradient, is_wanted in zip(tiles.sums(share), wanted, strict=True)
+            gradient if is_wanted else None
+            for gradient, is_wanted in zip(tiles.sums(share, tiles.visits()), wanted, strict=True)
         ]
         tiles.complete([gradient for gradient in gradients if gradient is not None], weights.tensors)
         return tuple(gradients)

@@ -5,7 +5,6 @@ for coordinates apart (`SquaredDistances`), which would lose digits.
 """
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType
@@ -18,7 +17,7 @@ from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.squared_distances import FEW_OF_KINK, FEW_OF_PREDICTION, SquaredDistances
 from gpy_iterative.linear_operators.tiles.cache import Key, TileCache
 from gpy_iterative.linear_operators.tiles.operator import TileWeights
-from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
+from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles, Visits
 
 
 class RadialTiles(Tiles):
@@ -107,7 +106,7 @@ class RadialTiles(Tiles):
         # Terms cancel.
         zeros = partial(self.x1.new_zeros, dtype=torch.float64)
 
-        def share(visits: Sequence[tuple[int, int]]) -> list[Tensor]:
+        def share(visits: Visits) -> list[Tensor]:
             rows = RowBlocks(zeros(x1.data.shape), x1.num_rows)
             columns = rows if self.symmetric else RowBlocks(zeros(x2.data.shape), x2.num_rows)
             sum_of_values, sum_of_alpha = zeros(batch), zeros(batch)
@@ -129,7 +128,7 @@ class RadialTiles(Tiles):
                     of_columns[..., coordinate, :] += terms.sum(-2, dtype=torch.float64)
             return [rows.data, sum_of_values, sum_of_alpha, *([] if self.symmetric else [columns.data])]
 
-        rows, sum_of_values, sum_of_alpha, *columns = self.sums(share)
+        rows, sum_of_values, sum_of_alpha, *columns = self.sums(share, self.visits())
         of_columns = [self._of_inputs(part, x2) for part in columns]
         found = [self._of_inputs(rows, x1), sum_of_values, sum_of_alpha, *of_columns]
         self.complete(found, weights.tensors)

@@ -12,7 +12,10 @@ from torch import Tensor
 from gpy_iterative.changes import SeenVersions
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import EvaluateBoth, Key, TileCache, new_memory
-from gpy_iterative.worker_threads import ByDevice, run, shares, summed
+from gpy_iterative.worker_threads import ByDevice, run, summed
+
+#: Tiles (i, j).
+Visits = Sequence[tuple[int, int]]
 
 #: Numbers of columns that CPUs multiply faster from the right.
 FEW_COLUMNS = range(2, 9)
@@ -144,19 +147,16 @@ class Tiles(ABC):
         start, stop, _ = rows.indices(self.shape[-2])
         wanted = _tiles_of(start, stop, self.length)
         given = RowBlocks.of(rhs, self.shape[-1], self.length, columns.indices(self.shape[-1])[0])
-        visits = shares(self.visits(wanted, given.numbers), self._like.device)
-        with self.cache.serving(*self.owner):
-            result, *others = run([partial(self._share_of_product, wanted, given, tile, share) for share in visits])
-        for other in others:
-            result.data += other.data
+        share = partial(self._share_of_product, wanted, given, tile)
+        (data,) = self.sums(share, self.visits(wanted, given.numbers))
         first = wanted.start * self.length
-        product = result.vectors()[..., start - first : stop - first, :]
+        product = RowBlocks(data, self.shape[-2], wanted.start).vectors()[..., start - first : stop - first, :]
         self.complete([product], [rhs])
         return product
 
     def _share_of_product(
-        self, rows: range, given: RowBlocks, tile_at: Callable[[int, int], Tensor], visits: Sequence[tuple[int, int]]
-    ) -> RowBlocks:
+        self, rows: range, given: RowBlocks, tile_at: Callable[[int, int], Tensor], visits: Visits
+    ) -> list[Tensor]:
         *batch, _, columns, length = given.data.shape
         result = RowBlocks(given.data.new_zeros(*batch, len(rows), columns, length), self.shape[-2], rows.start)
         is_few = columns in FEW_COLUMNS and given.data.device.type == "cpu"
@@ -170,11 +170,11 @@ class Tiles(ABC):
                     add(result.blocks[i], given.blocks[j], tile.mT)
             if self.symmetric and i != j and j in result.blocks and i in given.blocks:
                 add(result.blocks[j], given.blocks[i], tile)
-        return result
+        return [result.data]
 
-    def sums(self, share: Callable[[Sequence[tuple[int, int]]], list[Tensor]]) -> list[Tensor]:
+    def sums(self, share: Callable[[Visits], list[Tensor]], visits: Visits) -> list[Tensor]:
         with self.cache.serving(*self.owner):
-            return summed(share, self.visits(), self._like.device)
+            return summed(share, visits, self._like.device)
 
     def complete(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         """Adds the other processes' sums; see `Ranks.sum_`."""
@@ -193,13 +193,13 @@ class Tiles(ABC):
         """Arbitrary rows of an unbatched matrix times rhs [m, s]."""
         part = slice(0, self.shape[-1]) if self.ranks is None else self.ranks.part(self.shape[-1])
 
-        def multiply(share: Sequence[slice]) -> Tensor:
+        def multiply(share: Sequence[slice]) -> list[Tensor]:
             result = rhs.new_zeros(len(rows), rhs.shape[-1])
             for columns in share:
                 result.addmm_(self.block(rows, columns), rhs[columns])
-            return result
+            return [result]
 
-        result = sum(run([partial(multiply, share) for share in self._some_columns(len(rows), part)]))
+        (result,) = summed(multiply, self._some_columns(len(rows), part), self._like.device)
         self.complete([result], [rows, rhs])
         return result
 
@@ -207,17 +207,16 @@ class Tiles(ABC):
         """Dense rows [*b, len(rows), m], on every process."""
         result = self._like.new_empty(*self.shape[:-2], len(rows), self.shape[-1])
 
-        def fill(share: Sequence[slice]) -> None:
-            for columns in share:
-                result[..., columns] = self.block(rows, columns)
+        def fill(columns: slice) -> None:
+            result[..., columns] = self.block(rows, columns)
 
-        run([partial(fill, share) for share in self._some_columns(len(rows), slice(0, self.shape[-1]))])
+        parts = self._some_columns(len(rows), slice(0, self.shape[-1]))
+        run([partial(fill, columns) for columns in parts], self._like.device)
         return result
 
-    def _some_columns(self, rows: int, columns: slice) -> list[Sequence[slice]]:
+    def _some_columns(self, rows: int, columns: slice) -> list[slice]:
         entries = PICKED_ENTRIES.on(self._like.device)
-        tasks = blocks(columns.stop, max(entries // max(rows, 1), 1), columns.start)
-        return shares(tasks, self._like.device)
+        return blocks(columns.stop, max(entries // max(rows, 1), 1), columns.start)
 
     def principal_block(self, block: slice) -> Tensor:
         """A dense diagonal block, on every process."""
