@@ -65,9 +65,6 @@ class Estimate(ABC):
     probe_jitter: float | None = None
     far_field_error: float | None = None
 
-    def __post_init__(self) -> None:
-        check_estimated("value", self.value)
-
     @abstractmethod
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         """The value [*b], with the graph to H and residual."""

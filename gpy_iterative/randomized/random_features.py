@@ -62,12 +62,9 @@ class FeatureEstimate(Estimate):
     exact: DensityEstimate | None
     exact_weight: float
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         for derivative in self.derivatives:
             check_estimated("derivative", derivative)
-
-    def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         assert isinstance(operator, NoisyLinearOperator)
         tensors = (self.features, operator.noise, residual)
         value = with_derivatives(self.value, list(zip(tensors, self.derivatives, strict=True)))
