@@ -283,9 +283,8 @@ def test_a_tile_that_failed_takes_no_room() -> None:
         operator.evaluate = fail  # pyright: ignore
         with torch.no_grad(), pytest.raises(MemoryError):
             operator._matmul(rhs)
-        assert operator.cache.num_bytes == whole
         held = [*operator.cache.tiles.values(), *itertools.chain(*operator.cache._spare.values())]
-        assert sum(tile.numel() * tile.element_size() for tile in held) == whole
+        assert sum(tile.nbytes for tile in held) == operator.cache.num_bytes < whole
 
 
 @pytest.mark.parametrize("name", ["product", "gradients", "batch"])

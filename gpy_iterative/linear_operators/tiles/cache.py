@@ -119,7 +119,7 @@ class TileCache:
             with self._pool.changed:
                 kept = self.tiles.setdefault(key, tile) if is_done else None
                 if kept is not tile:  # failed, or another thread was faster
-                    self._keep_spare(tile)
+                    self.own_bytes -= tile.nbytes
                 self._pool.changed.notify_all()
         return kept
 
@@ -161,11 +161,8 @@ class TileCache:
 
     def _spare_all(self) -> None:
         for tile in self.tiles.values():
-            self._keep_spare(tile)
+            self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
         self.tiles.clear()
-
-    def _keep_spare(self, tile: Tensor) -> None:
-        self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
 
     def in_float32(self, tensor: Tensor) -> Tensor:
         """The tensor in float32 (integers unchanged): one object, so that low-precision copies share tiles."""
