@@ -57,9 +57,6 @@ class RowBlocks:
         padded = torch.nn.functional.pad(vectors, (0, 0, before, after)).unflatten(-2, (count, length))
         return cls(padded.mT.clone(memory_format=torch.contiguous_format), size, first)
 
-    def vectors(self) -> Tensor:
-        return self.data.mT.flatten(-3, -2)[..., : self.num_rows, :]
-
 
 class Tiles(ABC):
     """A matrix [*b, n, m] that is evaluated tile by tile, without autograd.
@@ -150,7 +147,7 @@ class Tiles(ABC):
         share = partial(self._share_of_product, wanted, given, tile)
         (data,) = self.sums(share, self.visits(wanted, given.numbers))
         first = wanted.start * self.length
-        product = RowBlocks(data, self.shape[-2], wanted.start).vectors()[..., start - first : stop - first, :]
+        product = data.mT.flatten(-3, -2)[..., start - first : stop - first, :]
         self.complete([product], [rhs])
         return product
 
