@@ -127,7 +127,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         start = time.perf_counter()
         check_autocast()
         check_data(self.model, function_dist, target)
-        check_hyperparameters(self.model)
+        check_hyperparameters(self.model.named_parameters())
         system = linear_system(
             self.likelihood, function_dist, target, params, kwargs, products=self.products, caches=self._caches
         )

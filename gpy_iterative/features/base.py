@@ -140,7 +140,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         start = time.perf_counter()
         check_autocast()
         check_fit(self.model, function_dist, target)
-        check_hyperparameters(self)
+        check_hyperparameters(self.named_parameters())
         problem = self._problem(function_dist, target, params, kwargs)
         inputs, num_data = self._train_inputs(), problem.num_data
         if num_data != inputs[0].shape[-2]:
@@ -199,7 +199,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.no_grad()
     def gap(self) -> Tensor:
         """`exact_value()` minus the bound, float64; one pass, n m^2."""
-        check_hyperparameters(self)
+        check_hyperparameters(self.named_parameters())
         problem, target = self._train_problem()
         run = self._begun(problem, target)
         statistics = exact_statistics(problem, centred=self.centred)
@@ -316,7 +316,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.no_grad()
     def _train_problem(self) -> tuple[WeightSpaceProblem, Tensor]:
         inputs = self._train_inputs()
-        check_hyperparameters(self.model)
+        check_hyperparameters(self.model.named_parameters())
         prior = prior_at(self.model, inputs)
         check_fit(self.model, prior, self.model.train_targets)
         known, target = self._known_params(), self.model.train_targets

@@ -219,7 +219,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         check_targets_fit(function_dist, target)
         check_inputs(self.model)
         check_layers(self.model, batches=False)
-        check_hyperparameters(self.model)
+        check_hyperparameters(self.model.named_parameters())
 
     def _estimate(
         self,

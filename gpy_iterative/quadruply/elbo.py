@@ -35,6 +35,7 @@ from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Resumable, Run
 from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
+from gpy_iterative.training.training_system import check_hyperparameters
 
 logger = logging.getLogger(__name__)
 
@@ -302,9 +303,8 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         self, x: Tensor, target: Tensor, params: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
     ) -> Call:
         self._data.check(x, target, partial(check_support, self.likelihood), self._run.parts.get("data"))
-        for name, parameter in (*self.model.named_hyperparameters(), *self.likelihood.named_parameters()):
-            if parameter.shape.numel() < FEATURE_SAMPLES and not torch.isfinite(parameter).all():
-                raise NonFiniteError(f"The parameter {name} is not finite. Use a smaller learning rate.")
+        named = (*self.model.named_hyperparameters(), *self.likelihood.named_parameters())
+        check_hyperparameters(filter(lambda one: one[1].shape.numel() < FEATURE_SAMPLES, named))
         basis = self.model.basis
         if not basis.has_diagonal_prior and any(parameter.requires_grad for parameter in basis.parameters()):
             raise ValueError(

@@ -108,9 +108,9 @@ def check_inputs(model: ExactGP) -> None:
             check_finite("train_inputs" if len(model.train_inputs) == 1 else f"train_inputs[{i}]", inputs)
 
 
-def check_hyperparameters(model: torch.nn.Module) -> None:
+def check_hyperparameters(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raises NonFiniteError, which BoTorch's line search tolerates."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         if not torch.isfinite(parameter).all():
             advice = "Use a smaller learning rate, or a constraint on it."
             if parameter.isinf().any():  # as by `likelihood.noise = 1e-4`, GPyTorch's bound

@@ -78,7 +78,7 @@ class AdamSteps:
             value = self._value().mean()
             (-value).backward()
             self._move()
-            check_hyperparameters(self.mll)
+            check_hyperparameters(self.mll.named_parameters())
             self._keep_in_supports(parameters, begun)
         except BaseException:  # also Ctrl-C
             restore(parameters, before)
