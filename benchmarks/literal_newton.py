@@ -16,6 +16,7 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
 from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolution, LaplaceSolver, Problem, StepSolver
+from gpy_iterative.laplace.newton.inverse import Subspace
 from gpy_iterative.linear_solvers.solution import SolveProgress, SolveStats, SolveStatus
 
 #: Absolute and relative residual at which IterGP stops.
@@ -149,8 +150,6 @@ def _solution(
         stats=SolveStats(outer, float(products), 0.0, {"mode": iterate.stationarity}, time.perf_counter() - start),
         latent=problem.by_point(iterate.f),
         curvature=curvature,
-        actions=buffers.actions,
-        images=buffers.images,
-        transform=transform,
+        inverse=Subspace(buffers.actions, buffers.images, transform),
         log_joint=iterate.log_joint,
     )

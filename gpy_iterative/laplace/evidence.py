@@ -29,7 +29,8 @@ from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.exact.probes import Probes, random_signs
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.newton.base import LaplaceSolution
-from gpy_iterative.laplace.newton.whitened import WhitenedSystem, dense_factor
+from gpy_iterative.laplace.newton.dense import DenseInverse
+from gpy_iterative.laplace.newton.whitened import WhitenedSystem
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.logdet.lanczos import stochastic_logdet
 from gpy_iterative.linear_solvers.solution import SolveStatus
@@ -85,27 +86,27 @@ def _gradient_alone(term: Tensor) -> Tensor:
 
 @torch.no_grad()
 def exact_evidence(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
-    """From dense matrices, O((n C)^3)."""
-    kernel, v = prior.operator.to_dense().detach().double(), solution.value.flatten()
-    precision = solution.root @ solution.root.mT
-    logdet = 2 * dense_factor(kernel, solution.curvature, prior.operator.dtype).diagonal().log().sum()
+    """From `LaplaceCholesky`'s dense factors."""
+    inverse, v = solution.inverse, solution.value.flatten()
+    assert isinstance(inverse, DenseInverse)
+    kernel, logdet = inverse.kernel, inverse.logdet()
     covariance = solution.covariance_blocks(prior)
     source = _adjoint_source(likelihood, solution.latent, covariance)
     if likelihood.is_log_concave:
-        adjoint = source - precision @ (kernel @ source)
+        adjoint = source - inverse.matmul(kernel.matmul(source))
     else:
         hessian = likelihood.hessian(solution.latent).detach()
-        weighted = (hessian @ kernel.view(*solution.latent.shape, -1)).flatten(0, 1)
+        weighted = (hessian @ kernel.joint.view(*solution.latent.shape, -1)).flatten(0, 1)
         weighted.diagonal().add_(1)
         adjoint = torch.linalg.solve(weighted, source)
     mixed = torch.outer(adjoint, v)
     return ObjectiveEstimate(
         value=solution.log_joint - logdet / 2,
         value_sem=torch.zeros_like(logdet),
-        left=(torch.outer(v, v) + mixed + mixed.mT - precision) / 2,
+        left=(torch.outer(v, v) + mixed + mixed.mT - inverse.precision()) / 2,
         right=None,
         mean_weights=v + adjoint,
-        likelihood_terms=partial(_likelihood_terms, likelihood, solution.latent, kernel @ adjoint, covariance),
+        likelihood_terms=partial(_likelihood_terms, likelihood, solution.latent, kernel.matmul(adjoint), covariance),
         status=solution.status,
         advice="",
     )

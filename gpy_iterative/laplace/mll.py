@@ -142,7 +142,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
             epochs=solution.stats.epochs,
             probe_epochs=estimate.probe_epochs,
             stationarity=solution.stationarity,
-            rank=solution.actions.shape[-1],
+            rank=solution.inverse.rank,
             value=value.detach().clone(),
             value_sem=estimate.value_sem / target.numel(),
             seconds=time.perf_counter() - start,

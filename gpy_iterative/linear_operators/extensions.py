@@ -126,8 +126,16 @@ def matrix_derivative(operator: LinearOperator, weights: Tensor) -> tuple[Tensor
         if not constant.requires_grad:
             return (*derivatives, None)
         return (*derivatives, (weights * base.to_dense()).sum((-2, -1)).sum_to_size(constant.shape))
+    if isinstance(operator, BlockInterleavedLinearOperator):
+        return matrix_derivative(operator.base_linear_op, function_blocks(weights, operator.num_blocks))
     identity = torch.eye(operator.shape[-1], dtype=weights.dtype, device=weights.device)
     return operator._bilinear_derivative(weights, identity.expand(*weights.shape[:-2], *identity.shape))
+
+
+def function_blocks(matrix: Tensor, count: int) -> Tensor:
+    """Blocks [*b, C, n, m] of C single functions in a matrix [*b, n C, m C], ordered point by point."""
+    by_point = matrix.unflatten(-1, (-1, count)).unflatten(-3, (-1, count))
+    return by_point.diagonal(dim1=-3, dim2=-1).movedim(-1, -3)
 
 
 def whole_points(index: Any, repeats: int, size: int) -> Any:

@@ -10,7 +10,13 @@ from linear_operator.operators import BlockInterleavedLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.extensions import Rows, rows_matmul, whole_points
+from gpy_iterative.linear_operators.extensions import (
+    Rows,
+    function_blocks,
+    matrix_derivative,
+    rows_matmul,
+    whole_points,
+)
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, masked_covariance
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
@@ -38,6 +44,10 @@ class RepeatedKernelLinearOperator(LinearOperator):
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         return self.kernel._bilinear_derivative(self._side_by_side(left_vecs), self._side_by_side(right_vecs))
+
+    def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
+        """See `extensions.matrix_derivative`."""
+        return matrix_derivative(self.kernel, function_blocks(weights, self.repeats).sum(-3))
 
     def _side_by_side(self, columns: Tensor) -> Tensor:
         return columns.reshape(*columns.shape[:-2], -1, self.repeats * columns.shape[-1])

@@ -286,7 +286,7 @@ def test_elbo_gradient_in_a_subspace_is_its_derivative(name: str, kind: str) -> 
 
     def bound() -> Tensor:
         live = latent_prior(problem.model(problem.x), KernelProducts())
-        fixed = replace(solution, images=(live.operator @ solution.actions).detach())
+        fixed = replace(solution, inverse=replace(solution.inverse, images=(live.operator @ solution.actions).detach()))
         return subspace_bound(LatentPrior(live.operator, live.mean.detach()), likelihood, fixed).with_gradient(
             live, likelihood
         )

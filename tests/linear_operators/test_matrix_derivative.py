@@ -15,6 +15,7 @@ from gpy_iterative.linear_operators import (
     RadialKernelLinearOperator,
 )
 from gpy_iterative.linear_operators.extensions import matrix_derivative
+from gpy_iterative.linear_operators.latent import latent_operator
 from gpy_iterative.linear_operators.radial.functions import MATERN32
 from tests.linear_operators.radial.test_operator import inputs
 
@@ -66,6 +67,9 @@ CASES: dict[str, Callable[[], LinearOperator]] = {
     "with noise": lambda: NoisyLinearOperator(radial() + generic(), noise(13)),
     "batch with one noise": lambda: NoisyLinearOperator(radial(2), noise(1).expand(13)),
     "structured": kronecker,
+    "functions with one kernel": lambda: latent_operator(radial(columns=6), 3, shared=True),
+    "functions with their own kernels": lambda: latent_operator(radial(3, columns=6), 3, shared=False),
+    "functions with one of a batch": lambda: latent_operator(radial(1), 3, shared=False),
     "structured with noise": lambda: NoisyLinearOperator(kronecker(), noise(12)),
 }
 

@@ -19,6 +19,7 @@ from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import STEP_FLOOR, CurvatureFloor, PointwiseLikelihood
+from gpy_iterative.laplace.newton.inverse import Inverse
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress, SolveStats, SolveStatus
 
@@ -29,7 +30,6 @@ ARMIJO, SHORTEST_STEP = 1e-4, EPS
 TOLD, UNTOLD = 100, 1e-6
 #: Steps without progress that end the search; least relative progress.
 PATIENCE, LEAST_PROGRESS = 3, 0.01
-CHUNK_POINTS = 4096
 
 
 @dataclass(frozen=True)
@@ -41,37 +41,43 @@ class LaplaceSolution(Solution):
     Attributes:
         latent: f = m + K v [n, C].
         curvature: W at the mode.
-        actions: S [n C, B].
-        images: T = K S.
-        transform: A [B, r] with A A^T = (S^T (K + W^+) S)^-1.
+        inverse: that part.
         log_joint: sum log p(y | f) - v^T (f - m) / 2.
     """
 
     latent: Tensor
     curvature: Curvature
-    actions: Tensor
-    images: Tensor
-    transform: Tensor
+    inverse: Inverse
     log_joint: float
+
+    @property
+    def actions(self) -> Tensor:
+        """S [n C, B]."""
+        return self.inverse.actions
+
+    @property
+    def images(self) -> Tensor:
+        """T = K S."""
+        return self.inverse.images
+
+    @property
+    def transform(self) -> Tensor:
+        """A [B, r] with A A^T = (S^T (K + W^+) S)^-1."""
+        return self.inverse.transform
 
     @property
     def root(self) -> Tensor:
         """Q = S A [n C, r]."""
-        return self.actions @ self.transform
+        return self.inverse.root
 
     @property
     def image_of_root(self) -> Tensor:
         """K Q = T A [n C, r]."""
-        return self.images @ self.transform
+        return self.inverse.image_of_root
 
     def covariance_blocks(self, prior: LatentPrior) -> Tensor:
         """Covariances [n, C, C] of K - K Q Q^T K."""
-        blocks = prior.point_blocks().double().clone()
-        images = self.images.view(*self.latent.shape, self.images.shape[-1])
-        for start in range(0, prior.num_points, CHUNK_POINTS):
-            known = images[start : start + CHUNK_POINTS] @ self.transform
-            blocks[start : start + CHUNK_POINTS] -= known @ known.mT
-        return blocks
+        return self.inverse.covariance_blocks(prior)
 
     @property
     def converged(self) -> bool:
@@ -163,8 +169,8 @@ class StepSolver(ABC):
         """An ascent direction dv and K dv."""
 
     @abstractmethod
-    def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
-        """S, T and A at the mode."""
+    def finish(self, iterate: Iterate, curvature: Curvature) -> Inverse:
+        """The computed part of (K + W^+)^-1 at the mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +254,7 @@ class LaplaceSolver(ABC):
         iterate, status, outer = self._iterated(problem, steps)
         floor = self._floors[problem.is_single_precision]
         curvature = problem.likelihood.curvature(problem.by_point(iterate.f), floor)
-        actions, images, transform = steps.finish(iterate, curvature)
+        inverse = steps.finish(iterate, curvature)
         return LaplaceSolution(
             value=problem.by_point(iterate.v),
             residual=problem.by_point(iterate.error),
@@ -262,9 +268,7 @@ class LaplaceSolver(ABC):
             ),
             latent=problem.by_point(iterate.f),
             curvature=curvature,
-            actions=actions,
-            images=images,
-            transform=transform,
+            inverse=inverse,
             log_joint=iterate.log_joint,
         )
 

@@ -18,6 +18,7 @@ from gpy_iterative.laplace.likelihoods.pointwise import COVARIANCE_FLOOR, COVARI
 from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolver, Problem, StepSolver
 from gpy_iterative.laplace.newton.basis import ActionBasis, GalerkinSystem
 from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
+from gpy_iterative.laplace.newton.inverse import Inverse, Subspace
 from gpy_iterative.laplace.newton.preconditioning import LatentFactor, NewtonPreconditioner, latent_factor
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe
 from gpy_iterative.worker_threads import divided
@@ -106,14 +107,14 @@ class _SubspaceSteps(StepSolver):
         return dv, df
 
     @divided()
-    def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(self, iterate: Iterate, curvature: Curvature) -> Inverse:
         options, system = self._options, GalerkinSystem.of(self.basis, curvature)
         if not self.basis.count:  # a start at the mode
             self._solved(system, iterate, min(options.max_inner, options.max_rank))
         if options.num_covariance_actions:
             self._refine(system, curvature, options.num_covariance_actions)
         # without spare rows
-        return self.basis.actions.clone(), self.basis.images.clone(), system.transform
+        return Subspace(self.basis.actions.clone(), self.basis.images.clone(), system.transform)
 
     def _rhs(self, iterate: Iterate, curvature: Curvature) -> Tensor:
         return iterate.f - self._problem.mean + _apply(curvature.pinv, iterate.gradient)

@@ -11,7 +11,6 @@ from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.basis import inverse_root
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_solvers.cholesky import warned_cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
@@ -66,11 +65,3 @@ class WhitenedSystem:
 def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinearOperator:
     whitened = WhitenedKernelLinearOperator(kernel, curvature=curvature)
     return NoisyLinearOperator(whitened, torch.ones(whitened.shape[-1], dtype=kernel.dtype, device=kernel.device))
-
-
-def dense_factor(kernel: Tensor, curvature: Curvature, dtype: torch.dtype) -> Tensor:
-    """Cholesky factor of H; `dtype` is that in which K was computed."""
-    inner = curvature.root_t(curvature.root_t(kernel).mT)
-    inner = (inner + inner.mT) / 2
-    inner.diagonal().add_(1)
-    return warned_cholesky(inner, "I + R^T K R at the mode", dtype)

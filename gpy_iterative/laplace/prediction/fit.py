@@ -45,7 +45,7 @@ class LaplaceFit:
             epochs=sum(stats.epochs for stats in self.stats),
             num_refinements=len(self.stats) - 1,
             stationarity=self.solution.stationarity,
-            rank=self.solution.actions.shape[-1],
+            rank=self.solution.inverse.rank,
             seconds=sum(stats.seconds for stats in self.stats),
         )
 

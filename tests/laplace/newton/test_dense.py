@@ -1,0 +1,103 @@
+"""Dense factors against naive inverses of matrices of all latent values."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpy_iterative.laplace.evidence import exact_evidence
+from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
+from gpy_iterative.laplace.newton.dense import ClassInverse, DenseKernel, JointInverse
+from gpy_iterative.solvers import LaplaceCholesky
+from tests.laplace.cases import Case, case
+
+CLASSES = [("softmax", "own"), ("softmax", "shared"), ("softmax", "multitask")]
+JOINT = [("softmax", "coregionalised"), ("softmax-mixed", "own"), ("softmax-wide", "shared"), ("logit", "own")]
+
+
+def latents(problem: Case) -> Tensor:
+    """[n, C], with probabilities from 1e-9 to almost 1."""
+    shape = problem.prior().mean.shape
+    return 5 * torch.sin(1.7 * torch.arange(1.0, 1 + shape.numel(), dtype=torch.float64)).view(shape)
+
+
+def same_function(points: int, functions: int) -> Tensor:
+    """Whether two of the n C latent values belong to one function, [n C, n C]."""
+    number = torch.arange(points * functions) % functions
+    return number.unsqueeze(-1) == number
+
+
+@pytest.mark.parametrize("outputscale", [1.0, 1e3])
+@pytest.mark.parametrize(("name", "kind"), CLASSES + JOINT)
+def test_everything_equals_a_naive_inverse(name: str, kind: str, outputscale: float) -> None:
+    problem = case(name, n=14, kind=kind)
+    prior = problem.prior()
+    if kind != "coregionalised":
+        problem.model.covar_module.outputscale = outputscale * problem.model.covar_module.outputscale.detach()
+        prior = problem.prior()
+    curvature = problem.pointwise().curvature(latents(problem), NO_FLOOR)
+    inverse = DenseKernel(prior.operator).inverse(curvature)
+    assert isinstance(inverse, ClassInverse if (name, kind) in CLASSES else JointInverse)
+
+    kernel, w = prior.operator.to_dense(), torch.block_diag(*curvature.blocks())
+    inner = torch.eye(len(w), dtype=w.dtype) + w @ kernel
+    precision = torch.linalg.solve(inner, w)
+    posterior = kernel - kernel @ precision @ kernel
+    column = torch.cos(torch.arange(float(len(w)), dtype=torch.float64))
+
+    def assert_near(found: Tensor, wanted: Tensor) -> None:
+        assert float((found - wanted).abs().max()) < 1e-9 * outputscale * float(wanted.abs().max())
+
+    torch.testing.assert_close(inverse.logdet(), torch.linalg.slogdet(inner)[1], rtol=1e-10, atol=0)
+    torch.testing.assert_close(inverse.kernel.matmul(column), kernel @ column)
+    assert_near(inverse.matmul(column), precision @ column)
+    same = same_function(*prior.mean.shape) if isinstance(inverse, ClassInverse) else torch.ones_like(w)
+    assert_near(inverse.precision(), precision * same)
+    points = torch.arange(prior.num_points)
+    blocks = posterior.view(*prior.mean.shape, *prior.mean.shape)[points, :, points]
+    assert_near(inverse.covariance_blocks(prior), blocks)
+    assert inverse.rank == inverse.actions.shape[-1]
+    assert_near(inverse.root @ inverse.root.mT, precision)
+    assert_near(inverse.image_of_root, kernel @ inverse.actions)
+    assert_near(kernel - inverse.image_of_root @ inverse.image_of_root.mT, posterior)
+
+
+@pytest.mark.parametrize("outputscale", [1.0, 1e4, 1e6])
+@pytest.mark.parametrize(("name", "kind"), CLASSES)
+def test_evidence_by_class_is_that_of_all_latent_values(name: str, kind: str, outputscale: float) -> None:
+    problem = case(name, n=25, kind=kind)
+    problem.model.covar_module.outputscale = outputscale * problem.model.covar_module.outputscale.detach()
+    prior, likelihood = problem.prior(), problem.pointwise()
+    solution = LaplaceCholesky().solve(prior, likelihood)
+    assert solution.converged
+    assert isinstance(solution.inverse, ClassInverse)
+    found = exact_evidence(prior, likelihood, solution)
+    joint = JointInverse(DenseKernel(prior.operator), solution.curvature)
+    wanted = exact_evidence(prior, likelihood, replace(solution, inverse=joint))
+    torch.testing.assert_close(found.value, wanted.value, rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.mean_weights, wanted.mean_weights, rtol=1e-6, atol=1e-8)
+    kernel = prior.operator.to_dense()  # the gradient by the logarithm of the outputscale
+    torch.testing.assert_close((found.left * kernel).sum(), (wanted.left * kernel).sum(), rtol=1e-6, atol=1e-6)
+
+
+def test_class_probabilities_that_vanish() -> None:
+    problem = case("softmax", n=10)
+    curvature = problem.pointwise().curvature(400 * latents(problem), NO_FLOOR)
+    assert not curvature.blocks().diagonal(dim1=-2, dim2=-1).all()
+    prior = problem.prior()
+    inverse = DenseKernel(prior.operator).inverse(curvature)
+    torch.testing.assert_close(inverse.covariance_blocks(prior), prior.point_blocks())
+    assert float(inverse.logdet()) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["softmax", "logit"])
+def test_factors_asked_for_in_inference_mode_serve_gradients(name: str) -> None:
+    problem = case(name, n=8)
+    solution = LaplaceCholesky().solve(problem.prior(), problem.pointwise())
+    with torch.inference_mode():
+        assert float(solution.root.abs().max()) > 0
+    column = torch.ones(len(solution.root), dtype=torch.float64, requires_grad=True)
+    (column @ solution.root).square().sum().backward()
+    assert column.grad is not None
+    torch.testing.assert_close(column.grad, 2 * solution.root @ solution.root.sum(0))
