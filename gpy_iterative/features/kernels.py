@@ -17,7 +17,8 @@ from linear_operator import LinearOperator
 from linear_operator.operators import LowRankRootLinearOperator, MatmulLinearOperator, RootLinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.from_gpytorch import active_inputs, are_same_inputs
+from gpy_iterative.linear_operators.from_gpytorch import are_same_inputs
+from gpy_iterative.linear_operators.radial_inputs import active_inputs
 
 
 @dataclass(frozen=True)

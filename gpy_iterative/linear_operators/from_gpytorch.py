@@ -28,8 +28,8 @@ from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOpe
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS, evaluated
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF, RadialFunction
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial_inputs import active_inputs, radial_inputs, value_dtype
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 #: Kernels whose own operators have fast products.
@@ -40,9 +40,6 @@ _STRUCTURED = (
     kernels.IndexKernel,
     kernels.InducingPointKernel,
 )
-
-#: Inputs whose median is the origin of a radial kernel.
-CENTRE_ROWS = 256
 
 
 def kernel_operator(
@@ -118,14 +115,6 @@ def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
             )
 
 
-def _check_lengthscales(kernel: kernels.Kernel, inputs: Tensor) -> None:
-    if kernel.ard_num_dims not in (None, 1, inputs.shape[-1]):
-        raise ValueError(
-            f"The {type(kernel).__name__} has ard_num_dims={kernel.ard_num_dims}, but its inputs have shape "
-            f"{tuple(inputs.shape)}: set ard_num_dims={inputs.shape[-1]}, or active_dims."
-        )
-
-
 def operator_of_kernel(
     kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts
 ) -> LinearOperator:
@@ -140,20 +129,15 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
         return _times(_of_kernel(kernel.base_kernel, x1, x2, place.at("base_kernel")), kernel.outputscale)
     if type(kernel) is kernels.AdditiveKernel:
         return _sum([_of_part(part, x1, x2, place.at(f"kernels.{i}")) for i, part in enumerate(kernel.kernels)])
-    function = _radial_function(kernel)
-    if function is not None:
-        _check_lengthscales(kernel, x1)
-        # Integers are centred in float64: float32 would round time stamps in seconds to minutes.
-        dtype = value_dtype(kernel, x1)
-        x1, x2 = (x if x is None or x.is_floating_point() else x.double() for x in (x1, x2))
+    radial = radial_inputs(kernel, x1, x2)
+    if radial is not None:
         # Learned inputs need derivatives by single points, which a far field does not give accurately.
         products = replace(place.products, far_field=None) if x1.requires_grad else place.products
-        # By the first columns: predictions and systems with new data then round the training data as training did.
-        centre = _centre(x1 if x2 is None else x2)
-        x1, x2 = (None if x is None else (x - centre).to(dtype) / kernel.lengthscale for x in (x1, x2))
-        alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
-        options = {"function": function, "products": products, "cache": place.caches.take(place.path)}
-        return RadialKernelLinearOperator(x1, x1.new_ones(()), x2=x2, alpha=alpha, **options)
+        options = {"function": radial.function, "products": products, "cache": place.caches.take(place.path)}
+        operator = RadialKernelLinearOperator(
+            radial.x1, radial.x1.new_ones(()), x2=radial.x2, alpha=radial.alpha, angles=radial.angles, **options
+        )
+        return reduce(_times, radial.outputscales, operator)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # As in its forward, the data kernel's active dims are ignored.
         data = _of_kernel(kernel.data_covar_module, x1, x2, place.at("data_covar_module"))
@@ -170,13 +154,6 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
         return evaluated(kernel, x1, x1 if x2 is None else x2)
     cache = place.caches.take(place.path)
     return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=place.products, cache=cache)
-
-
-def _centre(x: Tensor) -> Tensor:
-    """The median [*b, 1, d]: float32 loses digits far from the origin, and an outlier would move a mean."""
-    ordered = x.detach()[..., :CENTRE_ROWS, :].sort(dim=-2).values
-    middle = ordered.shape[-2] // 2
-    return ordered[..., middle : middle + 1, :] if ordered.shape[-2] else ordered.new_zeros(1, x.shape[-1])
 
 
 def _of_part(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
@@ -196,34 +173,6 @@ def _check_within_grid(kernel: kernels.GridInterpolationKernel, inputs: Tensor) 
                 f"GridInterpolationKernel, {low:.4g} to {high:.4g}. Give it grid_bounds= that hold all inputs, those of "
                 "predictions too: without them, the grid is that of the training inputs and a few spacings around them."
             )
-
-
-def value_dtype(kernel: kernels.Kernel, x: Tensor) -> torch.dtype:
-    return x.dtype if x.is_floating_point() else kernel.dtype
-
-
-def active_inputs(kernel: kernels.Kernel, x: Tensor) -> Tensor:
-    """The kernel's active columns [*b, n, d] of x [*b, n, D]."""
-    return x if kernel.active_dims is None else x.index_select(-1, kernel.active_dims)
-
-
-def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> bool:
-    """Whether a kernel overrides no computation of this base class."""
-    names = ("forward", "__call__", "covar_dist", "lengthscale")
-    return all(getattr(type(kernel), name) is getattr(base, name) for name in names) and "forward" not in vars(kernel)
-
-
-def _radial_function(kernel: kernels.Kernel) -> RadialFunction | None:
-    if isinstance(kernel, (kernels.MaternKernel, kernels.keops.MaternKernel)):
-        base, function = kernels.MaternKernel, MATERN.get(kernel.nu)
-    elif isinstance(kernel, (kernels.RBFKernel, kernels.keops.RBFKernel)):
-        base, function = kernels.RBFKernel, RBF
-    elif isinstance(kernel, kernels.RQKernel):
-        base, function = kernels.RQKernel, RATIONAL_QUADRATIC
-    else:
-        return None
-    is_keops = type(kernel) in (kernels.keops.RBFKernel, kernels.keops.MaternKernel)
-    return function if is_keops or computes_the_same(kernel, base) else None
 
 
 def _sum(operators: list[LinearOperator]) -> LinearOperator:

@@ -60,7 +60,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         if products.backend == "keops":
             raise ValueError(
                 f"{type(kernel).__name__} has no KeOps formula: use KernelProducts(backend='auto'), which evaluates any "
-                "kernel in tiles. KeOps serves RBF, Matern and RQ kernels, their scales and their sums."
+                "kernel in tiles. KeOps serves RBF, Matern, RQ and periodic kernels, their scales and their sums."
             )
         cache = TileCache() if cache is None else cache
         options = {"kernel": kernel, "names": names, "products": products, "cache": cache, "members": members}

@@ -26,7 +26,7 @@ class LowRankOrVecchia(PreconditionerRecipe):
     """`RandomlyPivotedCholesky(rank)`, or `Vecchia()` where the low rank leaves more than three times the noise.
 
     Vecchia needs one system with at most eight input dimensions. A far field chooses it without a low rank, unless all
-    kernels are RBF or one is not radial: neighbours then do not screen far points.
+    kernels are RBF or one is periodic or not radial: neighbours then do not screen far points.
     """
 
     rank: int
@@ -61,7 +61,7 @@ def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:
 
 def _is_screened(operator: LinearOperator) -> bool:
     kernels = [part for part in all_parts(operator) if isinstance(part, TiledLinearOperator)]
-    functions = [part.function for part in kernels if isinstance(part, RadialKernelLinearOperator)]
+    functions = [part.function for part in kernels if isinstance(part, RadialKernelLinearOperator) and not part.angles]
     return len(functions) == len(kernels) and any(function != RBF for function in functions)
 
 

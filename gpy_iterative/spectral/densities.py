@@ -9,7 +9,7 @@ import torch
 from gpytorch import kernels
 from torch import Tensor
 
-from gpy_iterative.linear_operators.from_gpytorch import computes_the_same
+from gpy_iterative.linear_operators.radial_inputs import computes_the_same
 
 Draws = dict[str, Tensor]
 

@@ -13,8 +13,8 @@ from linear_operator.operators import RootLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import SpectralDensityMissingError
-from gpy_iterative.linear_operators.from_gpytorch import active_inputs, value_dtype
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
+from gpy_iterative.linear_operators.radial_inputs import active_inputs, value_dtype
 from gpy_iterative.spectral.densities import Draws, SpectralDensity, spectral_density
 
 

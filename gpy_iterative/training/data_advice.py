@@ -115,7 +115,9 @@ def _equal_terms(kernel: LinearOperator) -> Iterator[str]:
 def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) -> Iterator[str]:
     terms = list(sum_terms(kernel))
     inputs = [
-        term.x1.reshape(-1, *term.x1.shape[-2:])[0] for term in terms if isinstance(term, RadialKernelLinearOperator)
+        term.x1.reshape(-1, *term.x1.shape[-2:])[0]
+        for term in terms
+        if isinstance(term, RadialKernelLinearOperator) and not term.angles
     ]
     nearest = min(map(_least_distance, inputs), default=0.0)
     if len(inputs) == len(terms) and FAR < nearest < math.inf:

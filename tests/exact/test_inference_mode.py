@@ -85,7 +85,7 @@ def test_tiles_of_inference_tensors_are_never_taken_for_current() -> None:
     with torch.inference_mode():
         x = torch.linspace(0, 1, 6, dtype=torch.float64).unsqueeze(-1)
         operator = gpi.linear_operators.operator_of_kernel(
-            kernels.PeriodicKernel().double(), x, None, gpi.linear_operators.KernelProducts(tile_size=2)
+            kernels.CosineKernel().double(), x, None, gpi.linear_operators.KernelProducts(tile_size=2)
         )
         ones = torch.ones(6, 1, dtype=torch.float64)
         before = operator._matmul(ones)

@@ -25,7 +25,8 @@ FINE = gpi.solvers.ConjugateGradients(tolerance=1e-8, probe_tolerance=1e-8)
 MLLS = [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
 KERNELS = {
     "radial": gpytorch.kernels.RBFKernel,
-    "generic": lambda: gpytorch.kernels.RBFKernel() * gpytorch.kernels.PeriodicKernel(),
+    "periodic": lambda: gpytorch.kernels.RBFKernel() * gpytorch.kernels.PeriodicKernel(),
+    "generic": lambda: gpytorch.kernels.RBFKernel() * gpytorch.kernels.MaternKernel(),
 }
 
 

@@ -34,7 +34,8 @@ def operator_for(kernel: kernels.Kernel) -> torch.Tensor:
 def test_which_operator_stands_for_which_kernel() -> None:
     assert isinstance(operator_for(kernels.ScaleKernel(kernels.MaternKernel(nu=2.5))), RadialKernelLinearOperator)
     assert isinstance(operator_for(kernels.keops.RBFKernel()), RadialKernelLinearOperator)
-    assert isinstance(operator_for(kernels.PeriodicKernel()), GenericKernelLinearOperator)
+    assert isinstance(operator_for(kernels.PeriodicKernel()), RadialKernelLinearOperator)
+    assert isinstance(operator_for(kernels.CosineKernel()), GenericKernelLinearOperator)
     assert isinstance(operator_for(kernels.RBFKernel() + kernels.MaternKernel()), SumLinearOperator)
     # Subclasses of the radial kernels that compute something else
     for kernel in (kernels.RBFKernelGrad(), kernels.Matern52KernelGrad()):
@@ -158,11 +159,13 @@ def test_cross_covariances_are_slices_of_the_joint_one() -> None:
 
 def test_tiles_are_kept_under_the_path_of_their_kernel() -> None:
     caches, x = TileCaches(), torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
-    kernel = kernels.RBFKernel() + kernels.ScaleKernel(kernels.PeriodicKernel())
+    product = kernels.ScaleKernel(kernels.PeriodicKernel()) * kernels.RBFKernel()
+    kernel = kernels.RBFKernel() + kernels.ScaleKernel(kernels.CosineKernel()) + kernels.ScaleKernel(product)
     total = kernel_operator(kernel(x), KernelProducts(), caches)
-    radial, periodic = total.linear_ops
+    radial, generic, of_product = total.linear_ops
     assert radial.cache is caches.take("kernels.0")
-    assert periodic.base_linear_op.cache is caches.take("kernels.1.base_kernel")
+    assert generic.base_linear_op.cache is caches.take("kernels.1.base_kernel")
+    assert of_product.cache is caches.take("kernels.2.base_kernel")
 
 
 def test_caches_are_shared_by_the_steps_of_a_run_and_share_a_budget() -> None:

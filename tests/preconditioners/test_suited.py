@@ -11,6 +11,7 @@ from linear_operator.operators import SumLinearOperator
 
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, operator_of_kernel
 from gpy_iterative.linear_operators.extensions import far_field_error
+from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.preconditioners import (
     LowRankOrVecchia,
     PivotedCholeskyFactor,
@@ -68,9 +69,9 @@ def test_a_far_field_beside_a_periodic_kernel_takes_low_rank_where_that_is_enoug
 
 
 def test_rounding_noise_is_no_pivot() -> None:
-    """A periodic kernel's float32 entries are wrong by more than float32's epsilon: columns of that were as large as .1."""
+    """GPyTorch's periodic entries in float32 are wrong by more than its epsilon: columns of that were as large as .1."""
     x = 1000 * torch.rand(1000, 1, generator=torch.Generator().manual_seed(0))
-    kernel = operator_of_kernel(PeriodicKernel(), x, None, KernelProducts()).detach()
+    kernel = GenericKernelLinearOperator.of_kernel(PeriodicKernel(), x).detach()
     factor = RandomlyPivotedCholesky(300).build(NoisyLinearOperator(kernel, torch.full((1000,), 0.01))).factor
     assert factor.shape[-1] < 20
     torch.testing.assert_close(factor @ factor.mT, kernel.to_dense(), rtol=0.0, atol=0.01)

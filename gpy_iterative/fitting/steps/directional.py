@@ -124,9 +124,11 @@ class _Radial(DirectionalProduct):
     def _along(self, tangent: Tangent) -> Tensor | None:
         x1, outputscale, alpha = (*tangent, None)[:3]
         rates = None if x1 is None else self._rates(x1)
-        if x1 is not None and rates is None:
-            return self._differences.along(tangent)
         total = None if rates is None else (self._scales * rates.unsqueeze(-2)).sum(-1)
+        if x1 is not None and rates is None:
+            if x1[..., self.operator.angles :].any():
+                return self._differences.along(tangent)
+            total = self._turned(x1[..., : self.operator.angles])
         if outputscale is not None:
             total = _sum(total, outputscale.unsqueeze(-1) * self._per_outputscale)
         return total if alpha is None else _sum(total, alpha * self._alpha)
@@ -138,6 +140,19 @@ class _Radial(DirectionalProduct):
         rates = ((moved.double() * x1).sum(-2) / squares).to(x1)
         is_scale = (moved - x1 * rates.unsqueeze(-2)).abs().max() <= ROUNDING * moved.abs().max()
         return rates if is_scale else None
+
+    def _turned(self, moved: Tensor) -> Tensor:
+        """sum_j -K_ij (x_i - x_j) . (m_i - m_j) a_j for moves m [*b, n, c] of points on circles, by products.
+
+        Differences would move them along tangents, and points many periods away far off their circles.
+        """
+        x, a = self.operator.x1.detach()[..., : moved.shape[-1]], self.vector.unsqueeze(-1)
+        along = (x * moved).sum(-1, keepdim=True)
+        columns = torch.cat([torch.ones_like(along), along, x, moved], dim=-1) * a
+        with torch.no_grad():
+            found = self.operator._matmul(columns)
+        plain, of_along, of_x, of_moved = found.split([1, 1, x.shape[-1], x.shape[-1]], dim=-1)
+        return ((moved * of_x + x * of_moved).sum(-1, keepdim=True) - along * plain - of_along).squeeze(-1)
 
 
 class _Differences(DirectionalProduct):

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators.far_field.periodic import PeriodicFarField
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
@@ -46,6 +47,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         x2: [*b, m, d]; None makes the operator symmetric, which halves the work.
         alpha: [*b, 1], rational quadratic only.
         function: from `radial/functions.py`.
+        angles: the first so many coordinates are those of circles, whose points a period moves each by its own; RBF only.
         cache: where tiles are kept.
 
     A product with s columns costs n m (d + s) multiply-adds, or n m s with kept tiles; the derivative costs one more pass.
@@ -59,26 +61,28 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         x2: Tensor | None = None,
         alpha: Tensor | None = None,
         function: RadialFunction,
+        angles: int = 0,
         products: KernelProducts | None = None,
         cache: TileCache | None = None,
     ) -> None:
         products = KernelProducts() if products is None else products
         cache = TileCache() if cache is None else cache
         tensors = {name: tensor for name, tensor in (("x2", x2), ("alpha", alpha)) if tensor is not None}
-        options = {"function": function, "products": products, "cache": cache}
+        options = {"function": function, "angles": angles, "products": products, "cache": cache}
         super().__init__(x1, outputscale, **tensors, **options)
         self.x1, self.outputscale, self.x2, self.alpha = x1, outputscale, x2, alpha
         self.function, self.products, self.cache, self.symmetric = function, products, cache, x2 is None
+        self.angles = angles
         self.tile_scale = outputscale.detach().unsqueeze(-1).unsqueeze(-1)
         # Whether members differ in more than outputscales.
         self._is_batched = x1.dim() > 2 or (alpha is not None and alpha.dim() > 1)
 
     def _make_tiles(self) -> RadialTiles:
-        engine = RadialTiles
+        engine: Callable[..., RadialTiles] = RadialTiles
         if self.products.backend == "keops":
             engine = RadialKeOps
         elif self.symmetric and not self._is_batched and self.products.may_have_far_field(self.x1):
-            engine = RadialFarField
+            engine = partial(PeriodicFarField, angles=self.angles) if self.angles else RadialFarField
         return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
 
     def _size(self) -> torch.Size:
@@ -94,7 +98,8 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
     def _rebuild(self, x1: Tensor, outputscale: Tensor, x2: Tensor | None, alpha: Tensor | None) -> LinearOperator:
         products = replace(self.products, far_field=None) if self._is_batched else self.products
-        return type(self)(x1, outputscale, x2=x2, alpha=alpha, function=self.function, products=products)
+        options = {"function": self.function, "angles": self.angles, "products": products}
+        return type(self)(x1, outputscale, x2=x2, alpha=alpha, **options)
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         return self._differentiable_values() @ rhs

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count, checked_seed
 from gpy_iterative.errors import SpectralDensityMissingError
-from gpy_iterative.linear_operators.from_gpytorch import active_inputs
 from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
+from gpy_iterative.linear_operators.radial_inputs import active_inputs
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis, check_kernel
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.spectral.features import RandomFourierFeatures

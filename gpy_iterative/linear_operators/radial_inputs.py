@@ -1,0 +1,161 @@
+"""GPyTorch kernels as radial functions of scaled inputs.
+
+The periodic kernel exp(-2 sum_d sin^2(pi (x_d - x'_d) / p_d) / l_d) is exp(-|u - u'|^2 / 2) for points on circles,
+u_d = (cos a_d, sin a_d) / sqrt(l_d) with a_d = 2 pi x_d / p_d. A product of such and RBF kernels is the same function of
+all their coordinates.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from gpytorch import kernels
+from torch import Tensor
+
+from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF, RadialFunction
+
+#: Inputs whose median is the origin of a radial kernel.
+CENTRE_ROWS = 256
+
+
+@dataclass(frozen=True)
+class RadialInputs:
+    """A kernel as f(|x1_i - x2_j|^2), times outputscales.
+
+    Attributes:
+        x1, x2: scaled inputs [*b, n, k] and [*b, m, k]; x2 None is x1.
+        function: f.
+        alpha: [*b, 1], rational quadratic only.
+        angles: the first so many coordinates are those of circles.
+        outputscales: each [*b].
+    """
+
+    x1: Tensor
+    x2: Tensor | None
+    function: RadialFunction
+    alpha: Tensor | None = None
+    angles: int = 0
+    outputscales: tuple[Tensor, ...] = ()
+
+
+class _Factor(NamedTuple):
+    kernel: kernels.Kernel
+    x1: Tensor
+    x2: Tensor | None
+
+
+def radial_inputs(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> RadialInputs | None:
+    """Scaled inputs of a kernel, for x1 [*b, n, d] and x2 [*b, m, d] with active dims only; None if it is not radial.
+
+    Raises:
+        ValueError: lengthscales do not fit the inputs.
+    """
+    function = _radial_function(kernel)
+    if function is not None:
+        alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
+        return RadialInputs(*_over_lengthscale(kernel, x1, x2), function, alpha)
+    factors, outputscales = _factors(kernel, x1, x2)
+    circles = [_on_circles(*factor) for factor in factors if _is_periodic(factor.kernel)]
+    lines = [_over_lengthscale(*factor) for factor in factors if _radial_function(factor.kernel) is RBF]
+    if not factors or len(circles) + len(lines) < len(factors):
+        return None
+    first, second = zip(*circles, *lines, strict=True)
+    angles = sum(x.shape[-1] for x, _ in circles)
+    return RadialInputs(_joined(first), None if x2 is None else _joined(second), RBF, None, angles, outputscales)
+
+
+def _factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> tuple[list[_Factor], tuple[Tensor, ...]]:
+    """The factors of a product, perhaps in scales, and their outputscales."""
+    if type(kernel) is kernels.ScaleKernel:
+        factors, outputscales = _factors(kernel.base_kernel, x1, x2)
+        return factors, (kernel.outputscale, *outputscales)
+    if type(kernel) is not kernels.ProductKernel:
+        return [_Factor(kernel, x1, x2)], ()
+    parts = [
+        _factors(part, active_inputs(part, x1), None if x2 is None else active_inputs(part, x2))
+        for part in kernel.kernels
+    ]
+    return [factor for part, _ in parts for factor in part], tuple(scale for _, part in parts for scale in part)
+
+
+def _over_lengthscale(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    _check_lengthscales(kernel, x1)
+    # Integers are centred in float64: float32 would round time stamps in seconds to minutes.
+    dtype = value_dtype(kernel, x1)
+    x1, x2 = (x if x is None or x.is_floating_point() else x.double() for x in (x1, x2))
+    # By the first columns: predictions and systems with new data then round the training data as training did.
+    centre = _centre(x1 if x2 is None else x2)
+    x1, x2 = (None if x is None else (x - centre).to(dtype) / kernel.lengthscale for x in (x1, x2))
+    return x1, x2
+
+
+def _on_circles(kernel: kernels.PeriodicKernel, x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """[*b, n, 2d]: all cosines, then all sines. Phases are float64: float32 would round those of many periods."""
+    _check_lengthscales(kernel, x1)
+    dtype, period, root = value_dtype(kernel, x1), kernel.period_length.double(), kernel.lengthscale.double().sqrt()
+    # Turning all points changes nothing, so derivatives by the period need not grow with the distance from zero.
+    centre = _centre(x1 if x2 is None else x2).double()
+    start = (centre / period.detach()).remainder(1.0)
+
+    def scaled(x: Tensor) -> Tensor:
+        turns = (x.double() - centre) / period
+        angles = 2 * math.pi * (turns - turns.detach().round() + start)
+        return torch.cat([angles.cos() / root, angles.sin() / root], dim=-1).to(dtype)
+
+    return scaled(x1), None if x2 is None else scaled(x2)
+
+
+def _joined(inputs: tuple[Tensor, ...]) -> Tensor:
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in inputs))
+    return torch.cat([x.expand(*batch, *x.shape[-2:]) for x in inputs], dim=-1)
+
+
+def _check_lengthscales(kernel: kernels.Kernel, inputs: Tensor) -> None:
+    if kernel.ard_num_dims not in (None, 1, inputs.shape[-1]):
+        raise ValueError(
+            f"The {type(kernel).__name__} has ard_num_dims={kernel.ard_num_dims}, but its inputs have shape "
+            f"{tuple(inputs.shape)}: set ard_num_dims={inputs.shape[-1]}, or active_dims."
+        )
+
+
+def _centre(x: Tensor) -> Tensor:
+    """The median [*b, 1, d]: float32 loses digits far from the origin, and an outlier would move a mean."""
+    ordered = x.detach()[..., :CENTRE_ROWS, :].sort(dim=-2).values
+    middle = ordered.shape[-2] // 2
+    return ordered[..., middle : middle + 1, :] if ordered.shape[-2] else ordered.new_zeros(1, x.shape[-1])
+
+
+def value_dtype(kernel: kernels.Kernel, x: Tensor) -> torch.dtype:
+    return x.dtype if x.is_floating_point() else kernel.dtype
+
+
+def active_inputs(kernel: kernels.Kernel, x: Tensor) -> Tensor:
+    """The kernel's active columns [*b, n, d] of x [*b, n, D]."""
+    return x if kernel.active_dims is None else x.index_select(-1, kernel.active_dims)
+
+
+def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> bool:
+    """Whether a kernel overrides no computation of this base class."""
+    names = ("forward", "__call__", "covar_dist", "lengthscale")
+    return all(getattr(type(kernel), name) is getattr(base, name) for name in names) and "forward" not in vars(kernel)
+
+
+def _is_periodic(kernel: kernels.Kernel) -> bool:
+    base = kernels.PeriodicKernel
+    if not isinstance(kernel, base) or not computes_the_same(kernel, base):
+        return False
+    return type(kernel).period_length is base.period_length
+
+
+def _radial_function(kernel: kernels.Kernel) -> RadialFunction | None:
+    if isinstance(kernel, (kernels.MaternKernel, kernels.keops.MaternKernel)):
+        base, function = kernels.MaternKernel, MATERN.get(kernel.nu)
+    elif isinstance(kernel, (kernels.RBFKernel, kernels.keops.RBFKernel)):
+        base, function = kernels.RBFKernel, RBF
+    elif isinstance(kernel, kernels.RQKernel):
+        base, function = kernels.RQKernel, RATIONAL_QUADRATIC
+    else:
+        return None
+    is_keops = type(kernel) in (kernels.keops.RBFKernel, kernels.keops.MaternKernel)
+    return function if is_keops or computes_the_same(kernel, base) else None
