@@ -316,10 +316,11 @@ AUTO = KernelProducts()
         (lambda: kernels.keops.RBFKernel(ard_num_dims=2), lambda: kernels.RBFKernel(ard_num_dims=2), AUTO),
         (lambda: kernels.keops.MaternKernel(nu=1.5), lambda: kernels.MaternKernel(nu=1.5), AUTO),
         (lambda: kernels.keops.MaternKernel(nu=1.5), lambda: kernels.MaternKernel(nu=1.5), KEOPS),
+        (kernels.PeriodicKernel, kernels.PeriodicKernel, KEOPS),
         # The two periodic kernels are different functions of their lengthscale: this one stands for itself.
         (kernels.keops.PeriodicKernel, kernels.keops.PeriodicKernel, AUTO),
     ],
-    ids=["RBF, auto", "Matern, auto", "Matern, keops", "Periodic, auto"],
+    ids=["RBF, auto", "Matern, auto", "Matern, keops", "stock periodic, keops", "Periodic, auto"],
 )
 def test_gpytorchs_keops_kernels_train_like_the_stock_ones(
     make: Make, make_stock: Make, products: KernelProducts
