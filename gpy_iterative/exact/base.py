@@ -145,7 +145,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         num_data = function_dist.event_shape.numel()
         result = self._add_other_terms(result, params).div_(num_data).to(function_dist.loc.dtype)
         check_estimated("value", result)
-        likelihood_params = LikelihoodParams.given(params, self.model, kwargs)
+        likelihood_params = LikelihoodParams(params, self.model, kwargs) if params or kwargs else None
         self._warn_once(estimate)
         self.report = MarginalLogLikelihoodReport(
             status=estimate.status,
