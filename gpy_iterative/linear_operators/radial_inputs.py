@@ -56,10 +56,11 @@ def radial_inputs(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> Radi
         alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
         return RadialInputs(*_over_lengthscale(kernel, x1, x2), function, alpha)
     factors, outputscales = _factors(kernel, x1, x2)
-    circles = [_on_circles(*factor) for factor in factors if _is_periodic(factor.kernel)]
-    lines = [_over_lengthscale(*factor) for factor in factors if _radial_function(factor.kernel) is RBF]
-    if not factors or len(circles) + len(lines) < len(factors):
+    periodic = [factor for factor in factors if _is_periodic(factor.kernel)]
+    rbf = [factor for factor in factors if _radial_function(factor.kernel) is RBF]
+    if not factors or len(periodic) + len(rbf) < len(factors):
         return None
+    circles, lines = [_on_circles(*factor) for factor in periodic], [_over_lengthscale(*factor) for factor in rbf]
     first, second = zip(*circles, *lines, strict=True)
     angles = sum(x.shape[-1] for x, _ in circles)
     return RadialInputs(_joined(first), None if x2 is None else _joined(second), RBF, None, angles, outputscales)

@@ -181,13 +181,12 @@ class LevenbergMarquardt(ABC):
         is_lowest, is_highest = self.coordinates.at_bounds(point.position)
         held = (is_lowest & (gradient < 0)) | (is_highest & (gradient > 0))
         diagonal = curvature.matrix.diagonal()
-        # A typical curvature gives coordinates with units a scale.
-        typical = torch.full_like(diagonal, point.num_data)
-        scale = torch.where(self.coordinates.has_units & (diagonal > 0), diagonal, typical)
+        # The curvature gives coordinates with units a scale.
+        has_scale = self.coordinates.has_units & (diagonal > 0)
+        scale = torch.where(has_scale, diagonal, point.num_data)
         # With units: by its value, or its standard error if that is larger. A curvature per datum would not do: a task's
         # covariances depend on few degrees of freedom, however many data there are.
-        own = point.position.abs().maximum(scale.rsqrt())
-        radius = torch.where(self.coordinates.has_units & (diagonal > 0), own, RADIUS)
+        radius = torch.where(has_scale, point.position.abs().maximum(scale.rsqrt()), RADIUS)
         # The value is quadratic in parameters of the mean.
         radius = torch.where(curvature.linear, torch.inf, radius)
         no_samples = gradient.new_zeros(0, len(gradient))

@@ -23,9 +23,7 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature, SoftmaxCurvature
 from gpy_iterative.laplace.newton.inverse import Inverse
 from gpy_iterative.linear_operators.latent import LatentPrior, RepeatedKernelLinearOperator
-from gpy_iterative.linear_solvers.cholesky import warned_cholesky
-
-FACTORED = "I + R^T K R at the mode"
+from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, warned_cholesky
 
 Found = TypeVar("Found")
 
@@ -67,6 +65,7 @@ class DenseKernel:
         return JointInverse(self, curvature)
 
 
+@dataclass(frozen=True)
 class DenseInverse(Inverse):
     """P, whose factors are computed when needed."""
 
@@ -89,6 +88,10 @@ class DenseInverse(Inverse):
     def image_of_root(self) -> Tensor:
         return self.images
 
+    def _factored(self, matrix: Tensor) -> CholeskyFactor:
+        lower = warned_cholesky(matrix, "I + R^T K R at the mode", self.kernel.operator.dtype)
+        return CholeskyFactor(lower, torch.float64)
+
     @abstractmethod
     def logdet(self) -> Tensor:
         """Of I + R^T K R, []."""
@@ -104,23 +107,20 @@ class DenseInverse(Inverse):
 
 @dataclass(frozen=True)
 class JointInverse(DenseInverse):
-    kernel: DenseKernel
-    curvature: Curvature
-
     @_kept
-    def _factor(self) -> Tensor:
+    def _factor(self) -> CholeskyFactor:
         inner = self.curvature.root_t(self.curvature.root_t(self.kernel.joint).mT)
-        return warned_cholesky(_plus_identity(inner), FACTORED, self.kernel.operator.dtype)
+        return self._factored(_plus_identity(inner))
 
     def logdet(self) -> Tensor:
-        return _logdet(self._factor)
+        return self._factor.logdet()
 
     def matmul(self, column: Tensor) -> Tensor:
-        solved = torch.cholesky_solve(self.curvature.root_t(column.unsqueeze(-1)), self._factor)
+        solved = self._factor.solve(self.curvature.root_t(column.unsqueeze(-1)))
         return self.curvature.root(solved).squeeze(-1)
 
     def precision(self) -> Tensor:
-        half = self.curvature.root(torch.cholesky_inverse(self._factor))
+        half = self.curvature.root(self._factor.inverse())
         return self.curvature.root(half.mT)
 
     def covariance_blocks(self, prior: LatentPrior) -> Tensor:
@@ -130,20 +130,17 @@ class JointInverse(DenseInverse):
     @_kept
     def actions(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         # Q = R L^-T.
-        identity = torch.eye(len(self._factor), dtype=self._factor.dtype, device=self._factor.device)
-        return self.curvature.root(torch.linalg.solve_triangular(self._factor, identity, upper=False).mT)
+        return self.curvature.root(self._factor.whiten(_identity_like(self._factor)).mT)
 
     @_kept
     def images(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        whitened = self.curvature.root_t(self.kernel.joint)
-        return torch.linalg.solve_triangular(self._factor, whitened, upper=False).mT.contiguous()
+        return self._factor.whiten(self.curvature.root_t(self.kernel.joint)).mT.contiguous()
 
 
 @dataclass(frozen=True)
 class ClassInverse(DenseInverse):
     """By the formulas above, class by class [C, n, n]."""
 
-    kernel: DenseKernel
     curvature: SoftmaxCurvature
     kernels: Tensor  # [C, n, n] or [1, n, n]
 
@@ -153,33 +150,32 @@ class ClassInverse(DenseInverse):
         return self.curvature.probabilities.mT.sqrt().unsqueeze(-1).contiguous()
 
     @_kept
-    def _factors(self) -> Tensor:
+    def _factors(self) -> CholeskyFactor:
         """L_c of B_c."""
-        inner = self._scale * self.kernels * self._scale.mT
-        return warned_cholesky(_plus_identity(inner), FACTORED, self.kernel.operator.dtype)
+        return self._factored(_plus_identity(self._scale * self.kernels * self._scale.mT))
 
     @_kept
     def _parts(self) -> Tensor:
         """E_c."""
-        return self._scale * torch.cholesky_inverse(self._factors) * self._scale.mT
+        return self._scale * self._factors.inverse() * self._scale.mT
 
     @_kept
-    def _shared(self) -> Tensor:
+    def _shared(self) -> CholeskyFactor:
         """Factor L [n, n] of M."""
         total = self._parts.sum(0)
-        return warned_cholesky((total + total.mT) / 2, FACTORED, self.kernel.operator.dtype)
+        return self._factored((total + total.mT) / 2)
 
     @_kept
     def _coupling(self) -> Tensor:
         """L^-1 E_c."""
-        return torch.linalg.solve_triangular(self._shared, self._parts, upper=False)
+        return self._shared.whiten(self._parts)
 
     def logdet(self) -> Tensor:
-        return _logdet(self._factors).sum() + _logdet(self._shared)
+        return self._factors.logdet().sum() + self._shared.logdet()
 
     def matmul(self, column: Tensor) -> Tensor:
-        own = self._parts @ column.view(len(self._shared), -1).mT.unsqueeze(-1)
-        return (own - self._parts @ torch.cholesky_solve(own.sum(0), self._shared)).squeeze(-1).mT.flatten()
+        own = self._parts @ column.view(self.kernels.shape[-1], -1).mT.unsqueeze(-1)
+        return (own - self._parts @ self._shared.solve(own.sum(0))).squeeze(-1).mT.flatten()
 
     def precision(self) -> Tensor:
         blocks = self._parts - self._coupling.mT @ self._coupling
@@ -189,24 +185,23 @@ class ClassInverse(DenseInverse):
         return joint.view(size * count, size * count)
 
     def covariance_blocks(self, prior: LatentPrior) -> Tensor:
-        known = torch.linalg.solve_triangular(self._factors, self._scale * self.kernels, upper=False)  # L_c^-1 D^1/2 K
+        known = self._factors.whiten(self._scale * self.kernels)  # L_c^-1 D^1/2 K
         own = prior.point_blocks().double() - torch.diag_embed(known.square().sum(-2).mT)
-        images = self._scale * torch.linalg.solve_triangular(self._factors.mT, known, upper=True)  # E_c K_c
-        coupled = torch.linalg.solve_triangular(self._shared, images, upper=False).permute(2, 0, 1).contiguous()
+        images = self._scale * torch.linalg.solve_triangular(self._factors.lower.mT, known, upper=True)  # E_c K_c
+        coupled = self._shared.whiten(images).permute(2, 0, 1).contiguous()
         return own + coupled @ coupled.mT
 
     @_kept
     def actions(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         # P = A (I - Y Y^T) A^T with a projector, A_c = D_c^1/2 L_c^-T, Y = A^T 1 L^-T.
-        identity = torch.eye(len(self._shared), dtype=self._shared.dtype, device=self._shared.device)
-        roots = self._scale * torch.linalg.solve_triangular(self._factors, identity, upper=False).mT
-        across = torch.linalg.solve_triangular(self._shared, torch.cat(list(roots), -1), upper=False)
+        roots = self._scale * self._factors.whiten(_identity_like(self._shared)).mT
+        across = self._shared.whiten(torch.cat(list(roots), -1))
         actions = torch.block_diag(*roots) - self._coupling.mT.flatten(0, 1) @ across
-        return _by_point(actions.view(len(roots), len(identity), -1))
+        return _by_point(actions.view(len(roots), self.kernels.shape[-1], -1))
 
     @_kept
     def images(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return _by_point(self.kernels @ self.actions.view(len(self._shared), -1, self.rank).transpose(0, 1))
+        return _by_point(self.kernels @ self.actions.view(self.kernels.shape[-1], -1, self.rank).transpose(0, 1))
 
 
 def _by_point(classes: Tensor) -> Tensor:
@@ -227,5 +222,5 @@ def _plus_identity(matrix: Tensor) -> Tensor:
     return matrix
 
 
-def _logdet(factor: Tensor) -> Tensor:
-    return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+def _identity_like(factor: CholeskyFactor) -> Tensor:
+    return torch.eye(factor.lower.shape[-1], dtype=torch.float64, device=factor.lower.device)

@@ -170,7 +170,7 @@ class RadialTiles(Tiles):
     def _of_inputs(self, sums: Tensor, inputs: RowBlocks) -> Tensor:
         """2 sum_j G_ij (x_i - x_j) from G x and G 1."""
         products, ones = sums.split([sums.shape[-2] - 1, 1], dim=-2)
-        differences = (ones * inputs.data[..., :-1, :] - products).mT.flatten(-3, -2)[..., : inputs.num_rows, :]
+        differences = RowBlocks.rows(ones * inputs.data[..., :-1, :] - products)[..., : inputs.num_rows, :]
         return (2 * self.function.derivative_factor * differences).to(self.x1.dtype)
 
 

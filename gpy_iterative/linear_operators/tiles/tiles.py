@@ -57,6 +57,11 @@ class RowBlocks:
         padded = torch.nn.functional.pad(vectors, (0, 0, before, after)).unflatten(-2, (count, length))
         return cls(padded.mT.clone(memory_format=torch.contiguous_format), size, first)
 
+    @staticmethod
+    def rows(data: Tensor) -> Tensor:
+        """The vectors [*b, blocks * length, s] of `data`, with the rows beyond the matrix."""
+        return data.mT.flatten(-3, -2)
+
 
 class Tiles(ABC):
     """A matrix [*b, n, m] that is evaluated tile by tile, without autograd.
@@ -147,7 +152,7 @@ class Tiles(ABC):
         share = partial(self._share_of_product, wanted, given, tile)
         (data,) = self.sums(share, self.visits(wanted, given.numbers))
         first = wanted.start * self.length
-        product = data.mT.flatten(-3, -2)[..., start - first : stop - first, :]
+        product = RowBlocks.rows(data)[..., start - first : stop - first, :]
         self.complete([product], [rhs])
         return product
 
