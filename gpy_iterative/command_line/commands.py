@@ -179,7 +179,11 @@ def predict_table(model: Path, table: Path, output: Path | None) -> int:
     if complete.any():
         posterior = PathwisePosterior(loaded.regression, loaded.regression.likelihood, generator=0, progress=True)
         predictions[:, complete] = torch.stack(loaded.predict(posterior, x[complete]))
-    shown = [["" if number != number else f"{number:.9g}" for number in numbers] for numbers in predictions.tolist()]
+    digits = (min(17, 9 + loaded.mean_digits), 9)
+    shown = [
+        ["" if number != number else f"{number:.{count}g}" for number in numbers]
+        for numbers, count in zip(predictions.tolist(), digits, strict=True)
+    ]
     write_table(output, cells | dict(zip(added, shown, strict=True)))
     without = int((~complete).sum())
     gaps = f"; no prediction for {counted_rows(without)} with missing values" if without else ""

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,6 +77,11 @@ class TableModel:
     def inputs(self) -> dict[str, float]:
         names = [name for column in self.columns for name in column.inputs]
         return dict(zip(names, self.input_units.scale.tolist(), strict=True))
+
+    @property
+    def mean_digits(self) -> int:
+        """Digits of the target that its mean takes, before those that vary."""
+        return math.ceil(math.log10(max(1.0, float(self.target_units.mean.abs() / self.target_units.scale))))
 
     def predict(self, posterior: PathwisePosterior, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of observations [t] at inputs [t, d], in the table's units, float64.

@@ -70,24 +70,30 @@ def fit_lines(model: TableModel, result: FitResult) -> list[str]:
         f"{result.status.name}, {result.steps} steps, {result.seconds:.1f} s: {ADVICE[result.status]}",
         *([f"Trained by Adam, without standard errors: {result.reason}"] if result.method == "adam" else []),
         "Hyperparameters, in the table's units",
-        *(_in_words(each, *row, unknown) for each, row in zip(result.hyperparameters, rows, strict=True)),
+        *(
+            _in_words(each, *row, unknown, model.mean_digits)
+            for each, row in zip(result.hyperparameters, rows, strict=True)
+        ),
         *([f"The data may do without these inputs: {', '.join(unused)}."] if unused else []),
     ]
 
 
-def _in_words(each: Estimated, name: str, power: float, factor: float, shift: float, unknown: str) -> str:
+def _in_words(
+    each: Estimated, name: str, power: float, factor: float, shift: float, unknown: str, mean_digits: int
+) -> str:
     """Value, standard error (a factor for positive values) and 95 % interval."""
-    value = f"  {name}: {each.value**power * factor + shift:.4g}"
+    is_mean = each.name.endswith("constant")
+    digits = min(17, 4 + mean_digits) if is_mean else 4
+    value = f"  {name}: {each.value**power * factor + shift:.{digits}g}"
     if each.at_bound:
         return f"{value}, held at its bound"
     if each.standard_error is None or each.low is None or each.high is None:
         return f"{value}{unknown}"
-    is_mean = each.name.endswith("constant")
     error = (
         f"{each.standard_error * factor:.2g}" if is_mean else f"a factor of {math.exp(each.standard_error * power):.4g}"
     )
     low, high = (end**power * factor + shift for end in (each.low, each.high))
-    return f"{value}, standard error {error} (95 % interval {low:.4g} to {high:.4g})"
+    return f"{value}, standard error {error} (95 % interval {low:.{digits}g} to {high:.{digits}g})"
 
 
 def check_plot(path: Path) -> None:

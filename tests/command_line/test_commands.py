@@ -170,6 +170,20 @@ def test_inputs_of_any_size_are_learned(factor: float, tmp_path: Path, capsys: p
     assert errors[1] == pytest.approx(errors[0], rel=0.02)
 
 
+def test_a_target_far_from_zero_keeps_the_digits_that_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = {name: cells for name, cells in homes().items() if name in ("area", "price")}
+    found, intervals = [], []
+    for shift in (0.0, 1e11):
+        moved = table | {"price": [f"{float(cell) + shift:.3f}" for cell in table["price"]]}
+        assert main(fit_words(tmp_path, moved)) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "far from the data" in line)
+        intervals.append([float(end) - shift for end in line.split("interval ")[1].rstrip(")").split(" to ")])
+        assert main(["predict", str(tmp_path / "homes.gpi.pt"), str(written(tmp_path / "new.csv", table))]) == 0
+        found.append(predictions(tmp_path / "new.predictions.csv")[0].astype(float) - shift)
+    np.testing.assert_allclose(found[1], found[0], atol=1e-2)
+    np.testing.assert_allclose(intervals[1], intervals[0], atol=1.0)
+
+
 @pytest.mark.parametrize("command", ["fit", "predict"])
 def test_a_file_that_cannot_be_written_is_told_before_any_work(
     command: str, fitted: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

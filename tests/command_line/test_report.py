@@ -60,7 +60,7 @@ def test_hyperparameters_are_in_the_units_of_the_table(model: TableModel) -> Non
     lines = fit_lines(model, RESULT)
     assert lines[0] == f"CONVERGED, 7 steps, 1.5 s: {FitStatus.CONVERGED.advice}"
     assert lines[2] == "  noise of price (standard deviation): 0.1, held at its bound"
-    assert lines[3] == "  mean of price far from the data: 102, standard error 1 (95 % interval 100 to 104)"
+    assert lines[3] == "  mean of price far from the data: 102, standard error 1 (95 % interval 100.04 to 103.96)"
     variation = "20, standard error a factor of 1.105 (95 % interval 16.44 to 24.33)"  # of its square: exp(.2)
     assert lines[4] == f"  variation of price around it (standard deviation): {variation}"
     assert lines[5] == "  lengthscale of area: 100, standard error a factor of 1.105 (95 % interval 82.2 to 121.7)"
