@@ -13,7 +13,13 @@ from gpy_iterative.command_line.columns import TrainingData, read_training_data
 from gpy_iterative.command_line.model import TableModel
 from gpy_iterative.command_line.report import check_plot, fit_lines, save_plot, score_lines
 from gpy_iterative.command_line.table import BadInputError, counted_rows, read_table, write_table
-from gpy_iterative.errors import CheckpointError, ConvergenceWarning, NonFiniteError, NotPositiveDefiniteError
+from gpy_iterative.errors import (
+    CheckpointError,
+    ConvergenceWarning,
+    DataWarning,
+    NonFiniteError,
+    NotPositiveDefiniteError,
+)
 from gpy_iterative.fitting import FitResult
 from gpy_iterative.fitting.checkpoint import check_can_save
 from gpy_iterative.fitting.fit import fit
@@ -125,11 +131,16 @@ def fit_table(
 
 
 def show_note(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-    """Replaces the advice that a solve gives, for which this command has no options."""
+    """Replaces advice that names options, or columns of a tensor, which this command does not have."""
     text = str(message)
     if issubclass(category, ConvergenceWarning):
         text = (
             f"{text.partition('. ')[0]}. Scores on held-out rows tell what the model is worth; fit --double may help."
+        )
+    elif issubclass(category, DataWarning) and "constant input" in text:  # constant columns of the table are left out
+        text = (
+            "All other values of some inputs are held out, so their lengthscales are not determined: "
+            "another --seed holds out other rows."
         )
     print(f"note: {text}", file=sys.stderr)
 

@@ -365,3 +365,18 @@ def test_runs_as_a_module(tmp_path: Path) -> None:
     )
     assert ran.returncode == 2
     assert ran.stderr == "error: homes.csv cannot be read: No such file or directory.\n"
+
+
+def test_a_value_only_in_held_out_rows_is_told_without_numbers_of_inputs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = {name: cells for name, cells in homes().items() if name in ("area", "price")}
+    _, held_out = split(80, 0)
+    table["garden"] = ["1" if row == held_out[0] else "0" for row in range(80)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.filters", [("default", None, DataWarning, None, 0)])
+        assert main(fit_words(tmp_path, table, "--max-steps", "1")) == 0
+    (note,) = (line for line in capsys.readouterr().err.split("\n") if line.startswith("note: "))
+    assert "held out" in note
+    assert "--seed" in note
+    assert "column" not in note
