@@ -36,20 +36,20 @@ class SeenVersions:
     references: tuple[weakref.ref[Tensor], ...] = ()  # to tensors or their bases
     states: tuple[object, ...] = ()
     views: bool = False
-    values: SeenValues = SeenValues()  # of inference tensors
+    values: tuple[Tensor, ...] = ()  # copies of inference tensors
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], *, views: bool = False) -> "SeenVersions":
         seen = [_as_seen(tensor, views) for tensor in tensors]
         references, states = tuple(weakref.ref(tensor) for tensor, _ in seen), tuple(state for _, state in seen)
-        return cls(references, states, views, SeenValues.of(filter(Tensor.is_inference, tensors)))
+        return cls(references, states, views, tuple(tensor.clone() for tensor in filter(Tensor.is_inference, tensors)))
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
         seen = [_as_seen(tensor, self.views) for tensor in tensors]
         return (
             self.states == tuple(state for _, state in seen)
             and all(reference() is tensor for reference, (tensor, _) in zip(self.references, seen, strict=True))
-            and self.values.are([tensor for tensor in tensors if tensor.is_inference()])
+            and all(map(same_tensor, self.values, filter(Tensor.is_inference, tensors)))
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

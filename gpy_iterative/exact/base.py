@@ -94,7 +94,9 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self._run = Run.begin(generator)
         self._caches = TileCaches()
         self.warned_of: set[SolveStatus] = set()
-        self._line_search: LineSearchWatch | None = LineSearchWatch()  # None once it has warned
+        self._line_search: LineSearchWatch | None = (
+            LineSearchWatch()
+        )  # None for smooth functions, and once it has warned
 
     @abstractmethod
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[Estimate, Run]:
@@ -119,7 +121,10 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             NotPositiveDefiniteError: H has no Cholesky factor.
         """
         evaluation = self.evaluate(function_dist, target, *params, **kwargs)
-        self._watch_line_search(evaluation.estimate)
+        has_separate_gradient = bool((evaluation.estimate.value_sem != 0).any())
+        if self._line_search is not None and has_separate_gradient and self._line_search.sees_search(self.model):
+            warn(ADVICE, VarianceWarning)
+            self._line_search = None
         return evaluation.value
 
     def evaluate(self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any) -> Evaluation:
@@ -131,7 +136,9 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         system = linear_system(
             self.likelihood, function_dist, target, params, kwargs, products=self.products, caches=self._caches
         )
-        if self._needs_float64(system):
+        has_been_in_float64 = self._run.is_in_float64(system.operator)  # and stays there
+        is_in_float64 = has_been_in_float64 or self._is_always_in_float64(system.operator.shape[-1])
+        if is_in_float64 or system.is_rounded(ROUNDING_IN_TRAINING):
             system = system.in_float64()
         system = system.with_suited_products()
         is_inference = torch.is_inference_mode_enabled()
@@ -196,9 +203,9 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         posterior.install()
         return posterior
 
-    def _needs_float64(self, system: TrainingSystem) -> bool:
-        # A run that has been in float64 stays there.
-        return self._run.is_in_float64(system.operator) or system.is_rounded(ROUNDING_IN_TRAINING)
+    def _is_always_in_float64(self, size: int) -> bool:
+        """Whether a system of so many rows is in float64, whatever its rounding."""
+        return False
 
     def _description(self) -> StateDescription:
         return StateDescription.of(self, {name: getattr(self, name) for name in self._described})
@@ -207,12 +214,6 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         if estimate.status not in SOLVED and estimate.status not in self.warned_of:
             warn_of("The linear solve", estimate.status, estimate.stats, estimate.value.dtype)
             self.warned_of.add(estimate.status)
-
-    def _watch_line_search(self, estimate: Estimate) -> None:
-        has_separate_gradient = bool((estimate.value_sem != 0).any())
-        if self._line_search is not None and has_separate_gradient and self._line_search.sees_search(self.model):
-            warn(ADVICE, VarianceWarning)
-            self._line_search = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GaussianMarginalLogLikelihood":
         super()._apply(fn, recurse)
@@ -260,10 +261,8 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if variant.probes == self.probes:
             self._run = variant._run
 
-    def _needs_float64(self, system: TrainingSystem) -> bool:
-        size = system.operator.shape[-1]
-        is_exact = size <= EXACT_BELOW if self.solver is None else isinstance(self.solver, Cholesky)
-        return is_exact or super()._needs_float64(system)
+    def _is_always_in_float64(self, size: int) -> bool:
+        return size <= EXACT_BELOW if self.solver is None else isinstance(self.solver, Cholesky)
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
         operator, residual = system.operator, system.residual

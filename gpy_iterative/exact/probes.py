@@ -50,9 +50,8 @@ class Probes:
     covariance: Preconditioner | None = None
 
     @classmethod
-    def of(cls, covariance: LowRankPlusDiagonal, factor_base: Tensor, diagonal_base: Tensor) -> Self:
-        """Samples from white vectors [*b, k, s] and [*b, n, s]."""
-        base = factor_base, diagonal_base
+    def of(cls, covariance: LowRankPlusDiagonal | SparseInverseCholesky, *base: Tensor) -> Self:
+        """Samples from the white vectors that `covariance.sample` takes."""
         return cls(covariance.sample(*base), covariance.dual_sample(*base), covariance)
 
 
@@ -178,7 +177,7 @@ class Whitened(ProbeDistribution):
         factor = others.covariance if others is not None else None
         if not (isinstance(factor, SparseInverseCholesky) and torch.equal(factor.order, draws["order"])):
             factor = self.recipe.build(operator, order=draws["order"])
-        return Probes(factor.sample(draws["base"]), factor.dual_sample(draws["base"]), factor)
+        return Probes.of(factor, draws["base"])
 
 
 def suited_to(distribution: ProbeDistribution, solver: Solver, operator: LinearOperator) -> ProbeDistribution:

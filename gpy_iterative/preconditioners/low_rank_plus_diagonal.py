@@ -41,12 +41,12 @@ class LowRankPlusDiagonal(Preconditioner):
         self.rank = factor.shape[-1]
         self.factor, self.diagonal = factor, diagonal
         self.build_epochs = self.rank / factor.shape[-2] if build_epochs is None else build_epochs
-        squares = sum(
-            ((rows / root).square().sum(-2) for rows, root in _whitened_parts(factor, diagonal)), factor.new_zeros(())
-        )
+        inner = _inner_matrix(factor, diagonal, factor.dtype)
         # Norm of the diagonal of W^T W.
-        self._norm = float(torch.linalg.vector_norm(squares, dim=-1).amax())
-        self._cholesky, info = torch.linalg.cholesky_ex(_inner_matrix(factor, diagonal, self._working_dtype))
+        self._norm = float(torch.linalg.vector_norm(inner.diagonal(dim1=-2, dim2=-1) - 1, dim=-1).amax())
+        if self._working_dtype != factor.dtype:
+            inner = _inner_matrix(factor, diagonal, self._working_dtype)
+        self._cholesky, info = torch.linalg.cholesky_ex(inner)
         if info.any():  # I + W^T W is positive definite if finite
             raise NonFiniteError(
                 "A low rank plus diagonal matrix has entries that are not finite, or a diagonal that is not positive: "
@@ -140,15 +140,12 @@ def _in_float64(matrix: Tensor) -> Iterator[Tensor]:
         yield buffer[..., : rows.shape[-2], :].copy_(rows)
 
 
-def _whitened_parts(factor: Tensor, diagonal: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(factor.split(CHUNK, dim=-2), diagonal.sqrt().unsqueeze(-1).split(CHUNK, dim=-2), strict=True)
-
-
 def _inner_matrix(factor: Tensor, diagonal: Tensor, dtype: torch.dtype) -> Tensor:
     """Lower triangle of I + W^T W in float64, multiplied in `dtype`."""
     rank = factor.shape[-1]
     inner = factor.new_zeros(*factor.shape[:-2], rank, rank, dtype=torch.float64)
-    for rows, root in _whitened_parts(factor, diagonal):
+    roots = diagonal.sqrt().unsqueeze(-1)
+    for rows, root in zip(factor.split(CHUNK, dim=-2), roots.split(CHUNK, dim=-2), strict=True):
         rows = (rows / root).to(dtype)
         for start in range(0, rank, COLUMNS):
             columns = slice(start, start + COLUMNS)

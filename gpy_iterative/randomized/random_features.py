@@ -135,13 +135,9 @@ def _factor(matrix: Tensor) -> Tensor:
 class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     resample: bool
 
-    def _needs_float64(self, system: TrainingSystem) -> bool:
+    def _is_always_in_float64(self, size: int) -> bool:
         """Float32 entries would bias the exact density against that of features."""
         return True
-
-    def _watch_line_search(self, estimate: Estimate) -> None:
-        if self.resample:  # else the function is smooth
-            super()._watch_line_search(estimate)
 
     @abstractmethod
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
@@ -234,6 +230,8 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         check_flag("resample", resample)
         super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
         self.num_frequencies, self.resample = num_frequencies, resample
+        if not resample:
+            self._line_search = None
 
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
         return self.num_frequencies, {}

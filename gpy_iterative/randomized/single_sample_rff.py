@@ -88,6 +88,8 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
         self.max_frequencies, self.resample = max_frequencies, resample
         self.probabilities, self.exact_last = probabilities, exact_last
+        if not resample:
+            self._line_search = None
 
     def _grid(self, num_data: int) -> Tensor:
         """m_0, m_1, ..., at least two."""
