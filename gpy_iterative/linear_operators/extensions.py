@@ -197,7 +197,7 @@ def without_automatic_far_field(operator: LinearOperator) -> LinearOperator:
 
 
 def in_float64(operator: LinearOperator, *, keeps_tiles: bool = True) -> LinearOperator:
-    """The differentiable operator in float64, with a new tile cache.
+    """The differentiable operator in float64, whose tiles take the place of kept ones.
 
     Entries of a kernel whose code does not allow float64 are converted.
     """

@@ -8,12 +8,12 @@ from gpytorch.kernels import GridInterpolationKernel, Kernel
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.extensions import whole_points
+from gpy_iterative.linear_operators.extensions import rebuilt, whole_points
 from gpy_iterative.linear_operators.kernel_functions import KernelFunction, leaves_of, shortest_lengthscales
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
-from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights, viewed
 from gpy_iterative.linear_operators.tiles.tiles import Tiles, Visits, blocks
 
 #: Points of a block whose diagonal is wanted; most entries evaluated for a wanted one.
@@ -165,7 +165,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         copy = _with_dtype(super().in_float64(keeps_tiles=keeps_tiles), torch.float64)
         if copy._error() is None:
             return copy
-        return _with_dtype(self, torch.float64, **self._of_own_tiles(keeps_tiles))
+        return _with_dtype(rebuilt(self, viewed), torch.float64, **self._of_new_tiles(keeps_tiles))
 
     @torch.no_grad()
     def _error(self) -> RuntimeError | None:

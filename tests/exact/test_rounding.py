@@ -1,6 +1,7 @@
 """Float32 models that are computed in float64, because float32 would round too much."""
 
 import copy
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +16,7 @@ from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.tiles import cache
 from gpy_iterative.training import training_system
 from gpy_iterative.training.training_system import TrainingSystem
 from tests.exact.gaussian_models import Regression
@@ -120,6 +122,29 @@ def test_a_run_keeps_its_probes_when_it_becomes_float64_and_stays(mll_class: typ
     mll.load_training_state(before)
     mll(model(*model.train_inputs), model.train_targets)
     assert dtype_of(mll) == torch.float32
+
+
+@pytest.mark.parametrize("kernel", ["radial", "generic"])
+def test_tiles_in_float64_take_the_place_of_earlier_ones(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each evaluation kept tiles beside those of earlier graphs and of float32."""
+    tiles: list[weakref.ref[Tensor]] = []
+
+    def new_memory(shape: torch.Size, like: Tensor) -> Tensor:
+        tile = torch.empty(shape, dtype=like.dtype)
+        tiles.append(weakref.ref(tile))
+        return tile
+
+    monkeypatch.setattr(cache, "new_memory", new_memory)
+    model = smooth_function(torch.float32, 0.1, kernel)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, solver=COARSE, generator=0)
+    values = []
+    for noise, size in ((0.1, 4), (1e-4, 8), (2e-4, 8)):
+        model.likelihood.noise = noise
+        values.append(mll(model(*model.train_inputs), model.train_targets))
+        held = sum(tile.nbytes for tile in (reference() for reference in tiles) if tile is not None)
+        assert held == size * N**2 * (2 if kernel == "radial" else 1)  # with derivatives
+    for value in values:
+        value.backward()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

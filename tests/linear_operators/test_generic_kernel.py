@@ -3,6 +3,7 @@
 import itertools
 import unittest
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import gpytorch
 import pytest
@@ -12,6 +13,7 @@ from linear_operator.test.linear_operator_test_case import LinearOperatorTestCas
 from torch import Tensor
 
 from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts, generic_kernel, rows_matmul
+from gpy_iterative.linear_operators.extensions import in_float64
 from gpy_iterative.linear_operators.kernel_functions import kernel_matrix
 from gpy_iterative.linear_operators.tiles import tiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
@@ -262,6 +264,23 @@ def test_a_parameter_that_was_set_has_tiles_of_its_own() -> None:
         with torch.no_grad():
             torch.testing.assert_close(operator._matmul(rhs), reference(operator) @ rhs)
     assert cache.num_bytes > 0
+
+
+def test_precisions_share_a_cache_but_no_tiles() -> None:
+    class Single(kernels.RBFKernel):
+        def forward(self, x1: Tensor, x2: Tensor, **params: Any) -> Tensor:
+            return super().forward(x1, x2, **params) @ torch.eye(x2.shape[-2])  # fails in float64
+
+    for kernel in (Single(), kernels.RBFKernel()):
+        operator = GenericKernelLinearOperator.of_kernel(kernel, inputs(13, 2).float()).detach()
+        double = in_float64(operator)
+        rhs = inputs(13, 3, seed=5).float()
+        for _ in range(2):
+            for each in (operator, double):
+                matrix = each.to_dense()
+                assert matrix.dtype == each.dtype
+                torch.testing.assert_close(each._matmul(rhs.to(matrix)), matrix @ rhs.to(matrix))
+                assert {tile.dtype for tile in operator.cache.tiles.values()} == {each.dtype}
 
 
 def test_a_tile_that_failed_takes_no_room() -> None:

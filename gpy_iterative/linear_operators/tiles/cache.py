@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gpy_iterative.changes import SeenVersions
 
 Key = tuple[int, int]
+SpareKey = tuple[torch.Size, torch.dtype, torch.device]
 #: Overwrites tensors with entries and their derivatives.
 EvaluateBoth = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -59,7 +60,7 @@ class TileCache:
         self._owner = SeenVersions()
         self._structure: list[object] = []
         self.tiles: dict[Key, Tensor] = {}
-        self._spare: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+        self._spare: dict[SpareKey, list[Tensor]] = {}
         self._in_float32 = WeakTensorKeyDictionary()
         self.own_bytes = 0
         for cache in self._others():
@@ -127,6 +128,7 @@ class TileCache:
         spare = self._spare.get((shape, like.dtype, like.device))
         if spare:
             return spare.pop()
+        self._drop_spares(lambda key: key[1:] != (like.dtype, like.device))  # a fit that becomes float64 stays there
         size = shape.numel() * like.element_size()
         if not self._makes_room(size, budget):
             return None
@@ -139,8 +141,7 @@ class TileCache:
         It waits for tiles that other threads evaluate. These ask only for memory of later kinds, so there is no deadlock.
         """
         if self._pool.num_bytes() + size > budget:
-            for key in list(self._spare):
-                self.own_bytes -= sum(tile.nbytes for tile in self._spare.pop(key))
+            self._drop_spares(lambda key: True)
         later = [cache for cache in self._pool.caches() if cache.precedence > self.precedence]
         if self._pool.num_bytes() + size - sum(cache.own_bytes for cache in later) > budget:
             return False
@@ -149,6 +150,10 @@ class TileCache:
                 if not cache._drop_one():
                     self._pool.changed.wait()
         return self._pool.num_bytes() + size <= budget
+
+    def _drop_spares(self, is_dropped: Callable[[SpareKey], bool]) -> None:
+        for key in [key for key in self._spare if is_dropped(key)]:
+            self.own_bytes -= sum(tile.nbytes for tile in self._spare.pop(key))
 
     def _drop_one(self) -> bool:
         """Drops a spare tile or the last one; False if all are being evaluated."""

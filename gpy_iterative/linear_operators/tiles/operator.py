@@ -158,15 +158,22 @@ class TiledLinearOperator(LinearOperator):
         return rebuilt(self, lambda part: part, products=replace(self.products, far_field=None))
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
-        double = lambda part: part.double() if torch.is_tensor(part) and part.is_floating_point() else part
-        return rebuilt(self, double, **self._of_own_tiles(keeps_tiles))
+        double = lambda part: part.double() if torch.is_tensor(part) and part.is_floating_point() else viewed(part)
+        return rebuilt(self, double, **self._of_new_tiles(keeps_tiles))
 
-    def _of_own_tiles(self, keeps_tiles: bool) -> dict[str, Any]:
+    def _of_new_tiles(self, keeps_tiles: bool) -> dict[str, Any]:
         products = self._native_products()
-        return {"products": products if keeps_tiles else replace(products, cache_memory=0), "cache": TileCache()}
+        if keeps_tiles:
+            return {"products": products}
+        return {"products": replace(products, cache_memory=0), "cache": TileCache()}
 
     def _native_products(self) -> KernelProducts:
         return replace(self.products, precision="native")
+
+
+def viewed(part: Any) -> Any:
+    """A view of a tensor, which owns tiles of its own; other parts unchanged."""
+    return part.view_as(part) if torch.is_tensor(part) else part
 
 
 def _check_rows(rhs: Tensor, expected: int) -> None:
