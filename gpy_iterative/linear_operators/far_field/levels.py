@@ -110,7 +110,7 @@ class Levels:
         for columns in rhs.split(MOST_COLUMNS, dim=1):
             share = partial(self._share, self.up(columns), values)
             parts.append(self.down(summed(share, batches, self.rows.device)))
-        return torch.cat(parts, dim=1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _share(self, given: list[Tensor], values: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> list[Tensor]:
         sums = [torch.zeros_like(vectors) for vectors in given]
@@ -124,7 +124,14 @@ class Levels:
 
     def up(self, rhs: Tensor) -> list[Tensor]:
         """E_l rhs [nodes, s, points] for every l and rhs [n, s]."""
-        vectors = rhs[self.rows].mul_(self.is_own.unsqueeze(-1)).mT.contiguous()
+        vectors = rhs.new_empty(len(self.rows), rhs.shape[1], self.rows.shape[1])
+
+        def gather(leaves: slice) -> None:
+            rows = self.rows[leaves]
+            taken = rhs.index_select(0, rows.flatten()).view(*rows.shape, -1)
+            vectors[leaves] = taken.mul_(self.is_own[leaves].unsqueeze(-1)).mT
+
+        self._in_blocks(gather, len(vectors))
         found = [vectors]
         for weights in self.interpolations:
             found.append(self._product(vectors, weights.mT))
@@ -133,23 +140,34 @@ class Levels:
 
     def down(self, sums: list[Tensor]) -> Tensor:
         """sum_l E_l^T sums_l [n, s]; overwrites `sums`."""
-        for step in range(len(self.interpolations), 0, -1):
+        for step in range(len(self.interpolations), 1, -1):
             pulled = self._product(sums[step], self.interpolations[step - 1])
-            if step > 1:
-                pulled = pulled.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
-            sums[step - 1] += pulled
-        return sums[0].mT.flatten(0, 1)[self.position]
+            sums[step - 1] += pulled.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
+        total, size = sums[0], self.rows.shape[1]
+        by_row = total.view(len(total), size, -1)
+
+        def finish(leaves: slice) -> None:
+            if self.interpolations:
+                total[leaves].baddbmm_(sums[1][leaves], self.interpolations[0][leaves])
+            by_row[leaves] = total[leaves].mT.clone(memory_format=torch.contiguous_format)
+
+        self._in_blocks(finish, len(total))
+        return by_row.flatten(0, 1).index_select(0, self.position)
 
     def _product(self, vectors: Tensor, matrices: Tensor) -> Tensor:
         result = vectors.new_empty(*vectors.shape[:2], matrices.shape[2])
+        self._in_blocks(lambda nodes: torch.bmm(vectors[nodes], matrices[nodes], out=result[nodes]), len(vectors))
+        return result
 
-        def multiply(share: Sequence[slice]) -> None:
-            for nodes in share:
-                torch.bmm(vectors[nodes], matrices[nodes], out=result[nodes])
+    def _in_blocks(self, compute: Callable[[slice], object], nodes: int) -> None:
+        """Computes for some nodes at a time: their memory is used again, where that of all would be new pages."""
+
+        def compute_share(share: Sequence[slice]) -> None:
+            for block in share:
+                compute(block)
 
         device = self.rows.device
-        run([partial(multiply, share) for share in shares(blocks(len(vectors), BATCH_NODES.on(device)), device)])
-        return result
+        run([partial(compute_share, share) for share in shares(blocks(nodes, BATCH_NODES.on(device)), device)])
 
     @cached_property
     def position(self) -> Tensor:

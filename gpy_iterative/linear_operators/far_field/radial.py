@@ -105,11 +105,8 @@ class RadialFarField(RadialTiles):
         field = self.far_field() if isinstance(weights, BilinearWeights) else None
         if field is None:
             return super().derivative(weights, value=value, alpha=alpha)
-        left = field.levels.up(weights.left.movedim(-2, 0).flatten(1))
-        # The right factor is the left one with its halves swapped (`BilinearWeights`).
-        half = weights.left.shape[-1] // 2
-        right = [vectors.unflatten(1, (-1, 2, half)).flip(2).flatten(1, 3) for vectors in left]
-        share = partial(self._share_of_derivative, left, right, value, alpha)
+        vectors = field.levels.up(weights.left.movedim(-2, 0).flatten(1))
+        share = partial(self._share_of_derivative, vectors, weights.left.shape[-1], value, alpha)
         with self.cache.serving(*self.owner):
             totals = summed(share, self._own_batches(field), self.x1.device)
         self.complete(totals, weights.tensors)
@@ -118,18 +115,21 @@ class RadialFarField(RadialTiles):
         return RadialDerivative((factor * inputs).to(self.x1.dtype), sum_of_values, sum_of_alpha)
 
     def _share_of_derivative(
-        self, left: list[Tensor], right: list[Tensor], value: bool, alpha: bool, batches: Sequence[Batch]
+        self, vectors: list[Tensor], columns: int, value: bool, alpha: bool, batches: Sequence[Batch]
     ) -> list[Tensor]:
         """Sums of G_ij (x_i - x_j) by row [n, d], of f and of df/dalpha."""
         zeros = partial(self.x1.new_zeros, dtype=torch.float64)  # terms cancel
         inputs, sum_of_values, sum_of_alpha = zeros(self.x1.shape), zeros(()), zeros(())
         for _, of_part in groupby(batches, lambda batch: batch.key[0]):
             first, *others = of_part
-            points = self.x1[first.part.points].mT.contiguous()
+            rows = first.part.points
+            points = self.x1.index_select(0, rows.flatten()).view(*rows.shape, -1).mT.contiguous()
             by_node = zeros(points.shape)
             for batch in (first, *others):
-                step = batch.part.step
-                weights = torch.bmm(left[step].index_select(0, batch.left).mT, right[step].index_select(0, batch.right))
+                left, right = (vectors[batch.part.step].index_select(0, nodes) for nodes in (batch.left, batch.right))
+                # The right factor is the left one with its halves swapped (`BilinearWeights`).
+                right = right.unflatten(1, (-1, columns)).roll(columns // 2, dims=2).flatten(1, 2)
+                weights = torch.bmm(left.mT, right)
                 if batch.part.is_diagonal:
                     weights *= 0.5
                 if alpha:
@@ -138,7 +138,7 @@ class RadialFarField(RadialTiles):
                 if value:
                     sum_of_values += torch.linalg.vecdot(values.flatten(1), weights.flatten(1)).sum(dtype=torch.float64)
                 _add_differences(by_node, points, batch, weights.mul_(derivatives))
-            inputs.index_add_(0, first.part.points.flatten(), by_node.mT.flatten(0, 1))
+            inputs.index_add_(0, rows.flatten(), by_node.mT.flatten(0, 1))
         return [inputs, sum_of_values, sum_of_alpha]
 
 

@@ -27,9 +27,12 @@ class BilinearWeights:
         self.batch_shape = torch.broadcast_shapes(batch_shape, left.shape[:-2], right.shape[:-2])
         left, right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
         self.tensors, self._is_symmetric, self._length = (left, right), tiles.symmetric, tiles.length
-        self.left, self.right = left, right
-        if tiles.symmetric:
-            self.left, self.right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1)
+        self.left = torch.cat([left, right], dim=-1) if tiles.symmetric else left
+
+    @cached_property
+    def right(self) -> Tensor:
+        left, right = self.tensors
+        return torch.cat([right, left], dim=-1) if self._is_symmetric else right
 
     @cached_property
     def _blocks(self) -> tuple[RowBlocks, RowBlocks]:
@@ -103,7 +106,8 @@ class TiledLinearOperator(LinearOperator):
         with torch.no_grad():
             tiles, everything = self.tiles(), slice(None)
             batch = torch.broadcast_shapes(tiles.shape[:-2], rhs.shape[:-2])
-            return tiles.product(everything, everything, rhs.expand(*batch, *rhs.shape[-2:])) * self.tile_scale
+            product = tiles.product(everything, everything, rhs.expand(*batch, *rhs.shape[-2:]))
+            return product * self.tile_scale if self.batch_shape else product.mul_(self.tile_scale)
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # double backward
