@@ -106,7 +106,10 @@ class RadialFarField(RadialTiles):
         if field is None:
             return super().derivative(weights, value=value, alpha=alpha)
         vectors = field.levels.up(weights.left.movedim(-2, 0).flatten(1))
-        share = partial(self._share_of_derivative, vectors, weights.left.shape[-1], value, alpha)
+        # The right factor is the left one with its halves swapped (`BilinearWeights`).
+        halves = 2 * vectors[0].shape[1] // weights.left.shape[-1]
+        swapped = torch.arange(halves, device=self.x1.device).view(-1, 2).flip(1).flatten()
+        share = partial(self._share_of_derivative, vectors, swapped, value, alpha)
         with self.cache.serving(*self.owner):
             totals = summed(share, self._own_batches(field), self.x1.device)
         self.complete(totals, weights.tensors)
@@ -115,7 +118,7 @@ class RadialFarField(RadialTiles):
         return RadialDerivative((factor * inputs).to(self.x1.dtype), sum_of_values, sum_of_alpha)
 
     def _share_of_derivative(
-        self, vectors: list[Tensor], columns: int, value: bool, alpha: bool, batches: Sequence[Batch]
+        self, vectors: list[Tensor], swapped: Tensor, value: bool, alpha: bool, batches: Sequence[Batch]
     ) -> list[Tensor]:
         """Sums of G_ij (x_i - x_j) by row [n, d], of f and of df/dalpha."""
         zeros = partial(self.x1.new_zeros, dtype=torch.float64)  # terms cancel
@@ -126,10 +129,10 @@ class RadialFarField(RadialTiles):
             points = self.x1.index_select(0, rows.flatten()).view(*rows.shape, -1).mT.contiguous()
             by_node = zeros(points.shape)
             for batch in (first, *others):
-                left, right = (vectors[batch.part.step].index_select(0, nodes) for nodes in (batch.left, batch.right))
-                # The right factor is the left one with its halves swapped (`BilinearWeights`).
-                right = right.unflatten(1, (-1, columns)).roll(columns // 2, dims=2).flatten(1, 2)
-                weights = torch.bmm(left.mT, right)
+                factor = vectors[batch.part.step]
+                left, halves = factor.index_select(0, batch.left), factor.unflatten(1, (len(swapped), -1)).flatten(0, 1)
+                of_right = batch.right.unsqueeze(-1) * len(swapped) + swapped
+                weights = torch.bmm(left.mT, halves.index_select(0, of_right.flatten()).view(left.shape))
                 if batch.part.is_diagonal:
                     weights *= 0.5
                 if alpha:
