@@ -23,9 +23,7 @@ from gpy_iterative.worker_threads import CPU
 logger = logging.getLogger(__name__)
 
 LEFT, MAX_STEPS = 0.5, 15
-SUBSET_SIZE = 1_000
-#: Where one evaluation of all data costs more than the fit of a large subset.
-LARGE_SUBSET_SIZE, MANY_DATA = 50_000, 200_000
+SUBSET_SIZE, LARGE_SUBSET_SIZE, MANY_DATA = 1_000, 3_000, 200_000
 
 
 def initialize_from_subsets(
@@ -42,11 +40,10 @@ def initialize_from_subsets(
     Half of each subset is a random training point with its nearest neighbours (Euclidean, standardised inputs), half is
     random rows. Average information fits a copy of the model, from the last optimum. The optima t_k, logarithms of
     positive hyperparameters, are weighted by their information A_k: (sum_k A_k)^-1 sum_k A_k t_k, within their range.
-    From 200,000 data on, the fit of a subset of 50,000 follows, from that mean.
 
     Args:
         model: with training data; inputs [n, d], targets [*b, n] or [n, T].
-        subset_size: rows, at most n; without the large subset. None is 1,000. Up to 3,000, steps are exact (n^3), else
+        subset_size: rows, at most n. None is 1,000, or 3,000 from 200,000 data on. Up to 3,000, steps are exact (n^3), else
             iterative.
         generator: draws the subsets; a generator or a seed, None is seed 0.
         progress: as in `gpy_iterative.fit`.
@@ -70,23 +67,20 @@ def initialize_from_subsets(
     check_progress(progress)
     check_subsets(model, likelihood)
     columns, generator = _standardised_columns(model), make_generator(0 if generator is None else generator)
-    sizes = [min(subset_size or SUBSET_SIZE, len(columns))] * num_subsets
-    if subset_size is None and len(columns) >= MANY_DATA:
-        sizes.append(LARGE_SUBSET_SIZE)
+    if subset_size is None:
+        subset_size = SUBSET_SIZE if len(columns) < MANY_DATA else LARGE_SUBSET_SIZE
     coordinates = Coordinates(HutchinsonMarginalLogLikelihood(likelihood, model))
     optimum, optima, information = coordinates.read(), [], []
-    with reporting(progress, "subsets", "subsets", len(sizes)) as tell:
-        for done, size in enumerate(sizes, 1):
-            subset = _of_rows(model, likelihood, _near_and_far(columns, size, generator), optimum)
+    with reporting(progress, "subsets", "subsets", num_subsets) as tell:
+        for done in range(num_subsets):
+            rows = _near_and_far(columns, min(subset_size, len(columns)), generator)
+            subset = _of_rows(model, likelihood, rows, optimum)
             optimum, matrix, value = _climbed(subset, generator)
-            if done <= num_subsets:
-                optima.append(optimum)
-                information.append(matrix)
-            if done == num_subsets:
-                optimum = _combined(torch.stack(optima), torch.stack(information))
-            logger.info("subset %d of %d, %d data: value %.4g", done, len(sizes), size, value)
-            tell(done, {"value": value})
-    coordinates.write(optimum)
+            optima.append(optimum)
+            information.append(matrix)
+            logger.info("subset %d of %d, %d data: value %.4g", done + 1, num_subsets, len(rows), value)
+            tell(done + 1, {"value": value})
+    coordinates.write(_combined(torch.stack(optima), torch.stack(information)))
     model.prediction_strategy = None
 
 
