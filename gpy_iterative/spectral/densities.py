@@ -15,6 +15,9 @@ Draws = dict[str, Tensor]
 
 #: Least factor of a widened chi-square; frequencies grow by up to 10,000.
 SMALLEST = 1e-8
+#: Largest growth of the square of a normal draw, and the share of frequencies that grow. Data determine frequencies of a
+#: density above about noise / n; grown ones reach exp(-25) of its maximum in one dimension, less in more.
+GREATEST, SHARE = 50.0, 0.25
 
 
 def draws_under(prefix: str, draws: Draws) -> Draws:
@@ -28,9 +31,11 @@ class SpectralDensity(ABC):
 
     Attributes:
         without_gradient: kernel parameters in which `frequencies` has no gradient.
+        has_light_tails: whether `frequencies` is large only where the draw "normal" [dims, count] is.
     """
 
     without_gradient: ClassVar[tuple[str, ...]] = ()
+    has_light_tails: ClassVar[bool] = False
 
     @abstractmethod
     def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
@@ -81,6 +86,8 @@ def spectral_density(kernel: kernels.Kernel) -> SpectralDensity | None:
 class Gaussian(SpectralDensity):
     """Standard normal frequencies."""
 
+    has_light_tails = True
+
     def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
         return {"normal": normal(dims, count)}
 
@@ -103,15 +110,8 @@ class StudentT(SpectralDensity):
     def widened(self, kernel: kernels.Kernel, draws: Draws, uniform: Callable) -> Draws:
         # Half of the chi-squares shrink by a factor, log-uniform between SMALLEST and 1.
         degrees, chi_square = round(2 * kernel.nu), draws["chi_square"]
-        chosen, factor = uniform(2, *chi_square.shape)
-        chi_square = torch.where(chosen < 0.5, SMALLEST**factor * chi_square, chi_square)
-        half, point = torch.full_like(chi_square, degrees / 2), chi_square / 2
-        # Densities without and with the factor, times the chi-square.
-        density = (half * point.log() - point - torch.lgamma(half)).exp()
-        below = torch.special.gammainc(half, point / SMALLEST) - torch.special.gammainc(half, point)
-        above = torch.special.gammaincc(half, point) - torch.special.gammaincc(half, point / SMALLEST)
-        wide = torch.where(point < half, below, above) / -math.log(SMALLEST)  # the one without cancellation
-        return draws | {"chi_square": chi_square, "importance": 2 * density / (density + wide)}
+        chi_square = growth(len(chi_square), uniform, SMALLEST, 0.5) * chi_square
+        return draws | {"chi_square": chi_square, "importance": importance(chi_square, degrees, SMALLEST, 0.5)}
 
 
 @register_spectral_density(kernels.RQKernel)
@@ -119,6 +119,7 @@ class GammaMixture(SpectralDensity):
     """Normal frequencies times sqrt(u), u ~ Gamma(alpha, alpha)."""
 
     without_gradient = ("raw_alpha",)
+    has_light_tails = True
 
     def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
         return {"normal": normal(dims, count), "uniform": uniform(count)}
@@ -133,6 +134,7 @@ class SpectralMixture(SpectralDensity):
     """A symmetric mixture of normal distributions."""
 
     without_gradient = ("raw_mixture_weights",)
+    has_light_tails = True
 
     def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
         return {"normal": normal(dims, count), "uniform": uniform(dims, count), "sign": normal(dims, count).sign()}
@@ -149,6 +151,24 @@ class SpectralMixture(SpectralDensity):
 
     def variance(self, kernel: kernels.Kernel) -> Tensor:
         return kernel.mixture_weights.sum(-1) ** kernel.ard_num_dims
+
+
+def importance(chi_square: Tensor, degrees: int, greatest: float, share: float) -> Tensor:
+    """Old over new density of chi-squares of which a share has a factor, log-uniform between 1 and `greatest`."""
+    half, point = torch.full_like(chi_square, degrees / 2), chi_square / 2
+    # Densities without and with the factor, times the chi-square.
+    density = (half * point.log() - point - torch.lgamma(half)).exp()
+    below = torch.special.gammainc(half, point) - torch.special.gammainc(half, point / greatest)
+    above = torch.special.gammaincc(half, point / greatest) - torch.special.gammaincc(half, point)
+    wide = torch.where(point < half, below, above) / math.log(greatest)  # the one without cancellation
+    return density / ((1 - share) * density + share * wide)
+
+
+def growth(count: int, uniform: Callable, greatest: float, share: float) -> Tensor:
+    """Factors [count]: 1, and for a share log-uniform between 1 and `greatest`; one of each stratum, in random order."""
+    within, order = uniform(2, count)
+    place = (order.argsort() + within) / count
+    return greatest ** (1 - (1 - place) / share).clamp_min(0)
 
 
 def gamma_quantile(probability: Tensor, alpha: Tensor, iterations: int = 60) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
-from gpy_iterative.spectral.densities import Draws, draws_under
-from gpy_iterative.spectral.summands import summands
+from gpy_iterative.spectral.densities import GREATEST, SHARE, Draws, draws_under, growth, importance
+from gpy_iterative.spectral.summands import Summand, summands
 
 ENTRIES_AT_A_TIME = 2**23
 
@@ -23,7 +23,7 @@ class RandomFourierFeatures:
 
     Args:
         num_frequencies: m of each summand, which has 2 m features.
-        widened: draws more high frequencies of Matern kernels, which many data per lengthscale need.
+        widened: draws more high frequencies, which many data per lengthscale need.
 
     ConstantKernel, LinearKernel, PolynomialKernel and RFFKernel have exact features. A MultitaskKernel has T consecutive
     rows per point. Batch members share draws.
@@ -49,7 +49,8 @@ class RandomFourierFeatures:
             return draws.clamp(1e-12, 1 - 1e-12).to(device)
 
         # Summands of a product of sums share factors.
-        factors = {factor.name: factor for summand in summands(terms) for factor in summand.factors}
+        parts = summands(terms)
+        factors = {factor.name: factor for summand in parts for factor in summand.factors}
         draws: Draws = {}
         for name, factor in factors.items():
             dims = factor.inputs.shape[-1]
@@ -57,6 +58,9 @@ class RandomFourierFeatures:
             if self.widened:
                 drawn = factor.density.widened(factor.kernel, drawn, uniform)
             draws |= {f"{name}.{key}": tensor for key, tensor in drawn.items()}
+        light = {name for name, factor in factors.items() if factor.density.has_light_tails}
+        if self.widened and light:
+            draws |= _grown(parts, light, draws, growth(self.num_frequencies, uniform, GREATEST, SHARE))
         return draws
 
     @torch.no_grad()
@@ -120,9 +124,10 @@ class RandomFourierFeatures:
     def _blocks(self, terms: Sequence[KernelTerm], draws: Draws) -> Iterator[tuple[slice, Tensor]]:
         """Rows and their blocks of Phi, at least one."""
         parts = []
-        for summand in summands(terms):
+        for index, summand in enumerate(summands(terms)):
             own = [draws_under(factor.name, draws) for factor in summand.factors]
             frequencies = [factor.frequencies(drawn) for factor, drawn in zip(summand.factors, own, strict=True)]
+            own.append(draws_under(f"summand{index}", draws))
             parts.append((summand, frequencies, [drawn["importance"] for drawn in own if "importance" in drawn]))
         step = max(1, ENTRIES_AT_A_TIME // max(1, self.num_features(terms)))
         for start in range(0, max(terms[0].inputs.shape[-2], 1), step):
@@ -132,3 +137,17 @@ class RandomFourierFeatures:
             num_tasks = parts[0][0].num_tasks
             rows = slice(start * num_tasks, start * num_tasks + blocks[0].shape[-2])
             yield rows, torch.cat([block.expand(*batch, *block.shape[-2:]) for block in blocks], dim=-1)
+
+
+def _grown(parts: Sequence[Summand], light: set[str], draws: Draws, factor: Tensor) -> Draws:
+    """The normal draws of light-tailed kernels, squares times `factor`, and the importance of each summand's frequencies.
+
+    Kernels share the factor: a product of Gaussian densities grows as one, with one bounded importance.
+    """
+    grown = {f"{name}.normal": factor.sqrt() * draws[f"{name}.normal"] for name in light}
+    for index, part in enumerate(parts):
+        own = [grown[f"{each.name}.normal"] for each in part.factors if each.name in light]
+        if own:
+            normal = torch.cat(own)
+            grown[f"summand{index}.importance"] = importance(normal.square().sum(0), len(normal), GREATEST, SHARE)
+    return grown
