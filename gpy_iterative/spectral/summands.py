@@ -116,9 +116,7 @@ class Summand:
             kernel, inputs = self.exact
             result = _EXACT[type(kernel)](kernel, inputs[..., rows, :])
         else:
-            result = self._trigonometric(rows, frequencies)
-            for weights in importance:
-                result = result * weights.sqrt().to(result).repeat(2)
+            result = self._trigonometric(rows, frequencies, importance)
         if self.tasks is not None:
             result = torch.einsum("...nf,...tr->...ntfr", result, self.tasks.to(result)).flatten(-4, -3).flatten(-2)
         if self.scale is None:
@@ -127,14 +125,15 @@ class Summand:
         root = self.scale.masked_fill(self.scale == 0, torch.finfo(self.scale.dtype).tiny).sqrt()
         return result * root.unsqueeze(-1).unsqueeze(-1)
 
-    def _trigonometric(self, rows: slice, frequencies: list[Tensor]) -> Tensor:
+    def _trigonometric(self, rows: slice, frequencies: list[Tensor], importance: Sequence[Tensor]) -> Tensor:
         phase = torch.zeros((), dtype=torch.float64, device=frequencies[0].device)
         for factor, omega in zip(self.factors, frequencies, strict=True):
             # Frequencies add: E cos(a + b) = E cos(a) E cos(b) for independent symmetric a, b. They may exceed 1e6, hence
             # float64.
             phase = phase + factor.inputs[..., rows, :].double() @ omega
         phase = torch.remainder(phase, 2 * torch.pi).to(value_dtype(self.factors[0].kernel, self.factors[0].inputs))
-        return torch.cat([phase.sin(), phase.cos()], dim=-1) / frequencies[0].shape[-1] ** 0.5
+        root = (frequencies[0].shape[-1] / prod(weights.to(phase) for weights in importance)) ** 0.5
+        return torch.cat([phase.sin() / root, phase.cos() / root], dim=-1)
 
 
 def summands(terms: Sequence[KernelTerm]) -> list[Summand]:
