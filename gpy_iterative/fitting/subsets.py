@@ -14,7 +14,9 @@ from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
 from gpy_iterative.exact.hutchinson import HutchinsonMarginalLogLikelihood
 from gpy_iterative.fitting.choice import choose
 from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.fitting.result import WIDEST, irrelevant_inputs
 from gpy_iterative.fitting.steps.average_information import AverageInformation
+from gpy_iterative.fitting.steps.points import Assessment
 from gpy_iterative.training.progress import Progress, check_progress, reporting
 from gpy_iterative.training.run import make_generator
 from gpy_iterative.training.training_system import check_has_data, check_inputs, to_training_mode
@@ -40,6 +42,7 @@ def initialize_from_subsets(
     Half of each subset is a random training point with its nearest neighbours (Euclidean, standardised inputs), half is
     random rows. Average information fits a copy of the model, from the last optimum. The optima t_k, logarithms of
     positive hyperparameters, are weighted by their information A_k: (sum_k A_k)^-1 sum_k A_k t_k, within their range.
+    Lengthscales of inputs that are irrelevant to the subsets go back towards their start, because more data may need them.
 
     Args:
         model: with training data; inputs [n, d], targets [*b, n] or [n, T].
@@ -70,17 +73,20 @@ def initialize_from_subsets(
     if subset_size is None:
         subset_size = SUBSET_SIZE if len(columns) < MANY_DATA else LARGE_SUBSET_SIZE
     coordinates = Coordinates(HutchinsonMarginalLogLikelihood(likelihood, model))
-    optimum, optima, information = coordinates.read(), [], []
+    start = optimum = coordinates.read()
+    optima, information, seen = [], [], torch.zeros(len(start), len(start), dtype=start.dtype, device=start.device)
     with reporting(progress, "subsets", "subsets", num_subsets) as tell:
         for done in range(num_subsets):
             rows = _near_and_far(columns, min(subset_size, len(columns)), generator)
             subset = _of_rows(model, likelihood, rows, optimum)
-            optimum, matrix, value = _climbed(subset, generator)
+            optimum, found, value = _climbed(subset, generator)
             optima.append(optimum)
-            information.append(matrix)
+            information.append(found.matrix)
+            seen += found.curvature.matrix
             logger.info("subset %d of %d, %d data: value %.4g", done + 1, num_subsets, len(rows), value)
             tell(done + 1, {"value": value})
-    coordinates.write(_combined(torch.stack(optima), torch.stack(information)))
+    mean = _combined(torch.stack(optima), torch.stack(information))
+    coordinates.write(_noticed(mean, start, seen, coordinates))
     model.prediction_strategy = None
 
 
@@ -151,14 +157,14 @@ def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:
         likelihood.noise = likelihood.noise_covar.noise[..., rows]
 
 
-def _climbed(mll: IterativeMarginalLogLikelihood, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
-    """Optimum [p], information [p, p], value per datum."""
+def _climbed(mll: IterativeMarginalLogLikelihood, generator: torch.Generator) -> tuple[Tensor, Assessment, float]:
+    """Optimum [p], its assessment, value per datum."""
     optimiser = AverageInformation(mll, generator=generator)
     for _ in range(MAX_STEPS):
         if optimiser.assess().left < LEFT or optimiser.step() is None:
             break
     point = optimiser.point
-    return point.position, optimiser.assess().matrix, float(point.evaluation.value.detach().mean())
+    return point.position, optimiser.assess(), float(point.evaluation.value.detach().mean())
 
 
 def _combined(optima: Tensor, information: Tensor) -> Tensor:
@@ -166,3 +172,16 @@ def _combined(optima: Tensor, information: Tensor) -> Tensor:
     weighted = (information @ optima.unsqueeze(-1)).sum(0)
     found = torch.linalg.solve(information.sum(0), weighted).squeeze(-1)
     return found.maximum(optima.amin(0)).minimum(optima.amax(0))
+
+
+def _noticed(found: Tensor, start: Tensor, information: Tensor, coordinates: Coordinates) -> Tensor:
+    """`found` [p] with large lengthscales of irrelevant inputs back towards `start`, where subsets just notice them.
+
+    Far out, a lengthscale has no gradient by which more data could move it. Information [p, p] falls with the fourth power
+    of a large lengthscale.
+    """
+    irrelevant = irrelevant_inputs(coordinates, information)
+    seen = information.diagonal().clamp_min(torch.finfo(information.dtype).tiny)
+    excess = -(WIDEST**2 * seen).log() / 4
+    excess = torch.where(torch.tensor([name in irrelevant for name in coordinates.names], device=CPU), excess, 0.0)
+    return (found - excess).maximum(start).minimum(found)

@@ -19,7 +19,7 @@ from benchmarks.runs import Measured
 from benchmarks.suite import CASES, Preset
 from benchmarks.variational import VariationalTraining
 
-OPTIONS = case.Options(rows=300, steps=2, max_epochs=2.0, prediction_epochs=20.0, block_size=64, num_probes=3, rank=20)
+OPTIONS = case.Options(rows=300, steps=2, num_probes=3, rank=20)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,7 @@ def test_an_interrupted_run_goes_on_exactly(data: Split, tmp_path: Path, monkeyp
     monkeypatch.setattr(case, "load_flights", lambda rows: {300: data}[rows])
     options = asdict(OPTIONS)
     whole = case.ours(folder=str(tmp_path / "whole"), keep_steps=True, **options)
-    assert [row["step"] for row in whole["history"]] == [1, 2]
-    assert whole["status"] == "BUDGET"
-    assert all(row["epochs"] <= 2 for row in whole["history"])
+    assert [row["step"] for row in whole["history"]] == [0, 1, 2]
     assert whole["seconds"] > sum(row["seconds"] for row in whole["history"])  # predictions are counted
     parts = tmp_path / "parts"
     first = case.ours(folder=str(parts), keep_steps=True, **options | {"steps": 1})
@@ -74,12 +72,12 @@ def test_an_interrupted_run_goes_on_exactly(data: Split, tmp_path: Path, monkeyp
     assert last["history"][0] == first["history"][0]
     assert [row["value"] for row in last["history"]] == [row["value"] for row in whole["history"]]
     assert last["rmse"] == whole["rmse"]
-    assert len((parts / "fit.log").read_text().splitlines()) == 2
+    assert len((parts / "fit.log").read_text().splitlines()) == 4  # the step between is told twice
     assert (tmp_path / "whole" / "fit.pt").exists()
     assert not (parts / "fit.pt").exists()
     assert not (parts / "options.json").exists()
-    with pytest.raises(ValueError, match="of a run with another max_epochs, num_probes: remove"):
-        case.ours(folder=str(tmp_path / "whole"), keep_steps=True, **options | {"num_probes": 5, "max_epochs": 3.0})
+    with pytest.raises(ValueError, match="of a run with another num_probes: remove"):
+        case.ours(folder=str(tmp_path / "whole"), keep_steps=True, **options | {"num_probes": 5})
 
 
 def test_ours_says_how_the_solve_for_predictions_ended(
@@ -195,8 +193,4 @@ def test_the_presets_are_a_few_hundred_flights_or_all() -> None:
         ours, rival = CASES["flights"].runs(preset)
         assert (ours.options["rows"], rival.options["rows"], rival.same_time_as) == (rows, rows, ours)
         assert not ours.piece["keep_steps"]
-    assert {name: ours.options[name] for name in ("steps", "max_epochs", "num_probes")} == {
-        "steps": 1,
-        "max_epochs": 3.0,
-        "num_probes": 8,
-    }
+    assert (ours.options["steps"], ours.options["num_probes"]) == (2, 8)
