@@ -94,9 +94,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self._run = Run.begin(generator)
         self._caches = TileCaches()
         self.warned_of: set[SolveStatus] = set()
-        self._line_search: LineSearchWatch | None = (
-            LineSearchWatch()
-        )  # None for smooth functions, and once it has warned
+        # None for smooth functions, and once it has warned.
+        self._line_search: LineSearchWatch | None = LineSearchWatch()
 
     @abstractmethod
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[Estimate, Run]:

@@ -74,7 +74,7 @@ def initialize_from_subsets(
         subset_size = SUBSET_SIZE if len(columns) < MANY_DATA else LARGE_SUBSET_SIZE
     coordinates = Coordinates(HutchinsonMarginalLogLikelihood(likelihood, model))
     start = optimum = coordinates.read()
-    optima, information, seen = [], [], torch.zeros(len(start), len(start), dtype=start.dtype, device=start.device)
+    optima, information, seen = [], [], []
     with reporting(progress, "subsets", "subsets", num_subsets) as tell:
         for done in range(num_subsets):
             rows = _near_and_far(columns, min(subset_size, len(columns)), generator)
@@ -82,11 +82,11 @@ def initialize_from_subsets(
             optimum, found, value = _climbed(subset, generator)
             optima.append(optimum)
             information.append(found.matrix)
-            seen += found.curvature.matrix
+            seen.append(found.curvature.matrix)
             logger.info("subset %d of %d, %d data: value %.4g", done + 1, num_subsets, len(rows), value)
             tell(done + 1, {"value": value})
     mean = _combined(torch.stack(optima), torch.stack(information))
-    coordinates.write(_noticed(mean, start, seen, coordinates))
+    coordinates.write(_noticed(mean, start, torch.stack(seen).sum(0), coordinates))
     model.prediction_strategy = None
 
 

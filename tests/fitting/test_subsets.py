@@ -60,6 +60,9 @@ def test_a_subset_of_all_is_the_fit_to_all() -> None:
         for each in (case, other)
     ]
     assert points[1].value - points[0].value < 1
+    relevant = torch.arange(6) != 4  # the others, as the lengthscale that is just noticed has not gone to infinity
+    assert 2 < points[0].position[4] < points[1].position[4]
+    torch.testing.assert_close(points[0].position[relevant], points[1].position[relevant], rtol=0.2, atol=0.3)
 
 
 def test_optima_are_weighted_by_their_information(found: list[tuple[Tensor, Tensor, Tensor]]) -> None:
