@@ -73,8 +73,7 @@ def problems(site: Path) -> Iterator[str]:
 
 def main(site: Path) -> int:
     found = list(problems(site))
-    for path, width in too_wide(sorted(site.rglob("*.html"))):
-        found.append(f"{path.relative_to(site)}: wider than a window of {width} pixels")
+    found += [f"{page}: wider than a window of {width} pixels" for page, width in too_wide(site)]
     if BROWSER is None:
         print("Widths of pages were not looked at: there is no chromium here.")
     for problem in found:
