@@ -20,7 +20,7 @@ class Tree:
         self._tree = cKDTree(points.double().cpu().numpy())
 
     def nearest(self, points: Tensor, count: int) -> Tensor:
-        """Indices [t, count <= n] of the nearest to points [t, d]."""
+        """Indices [*b, t, count <= n] of the nearest to points [*b, t, d]."""
         coordinates = points.double().cpu().numpy()
         _, found = self._tree.query(coordinates, k=np.arange(1, count + 1), workers=num_threads())
         return torch.from_numpy(found).to(points.device)

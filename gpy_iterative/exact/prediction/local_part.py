@@ -62,18 +62,19 @@ class LocalPart:
         return cls(operator, product, deviation, rounding, num_neighbours, observed, tree)
 
     def nearest_to(self, test_train: LinearOperator) -> Tensor | None:
-        """The nearest data [t, num_neighbours]; None without a tree.
+        """The nearest data [*b, t, num_neighbours]; None without a tree.
 
         Operators centre their inputs differently: a common datum gives the offset.
         """
-        if self.tree is None or test_train.batch_shape:
+        if self.tree is None:
             return None
         points, data = kernel_inputs(test_train), kernel_inputs(test_train.mT)
         known = kernel_inputs(self.operator)
         if points is None or data is None or known is None:
             return None
         first = 0 if self.observed is None else int(self.observed.nonzero()[0])
-        return self.tree.nearest(points + (known[0] - data[first]), self.num_neighbours)
+        offset = known[0] - data[..., first, :]
+        return self.tree.nearest(points + offset.unsqueeze(-2), self.num_neighbours)
 
 
 class Neighbours:
@@ -86,6 +87,8 @@ class Neighbours:
         self.rounding = local.rounding[..., None, None]
         nearest = local.nearest_to(test_train)
         if nearest is not None:
+            if test_train.batch_shape:  # members may share their points
+                nearest = nearest.expand(*test_train.shape[:-1], -1)
             self.rest, self.index = None, nearest.reshape(*points, -1)
             self.near = self._prior_at(self.index)
             return
@@ -100,8 +103,9 @@ class Neighbours:
     def _prior_at(self, index: Tensor) -> Tensor:
         observed = self.local.observed
         columns = index if observed is None else observed.nonzero().squeeze(-1)[index]
-        rows = torch.arange(self.test_train.shape[-2], device=index.device).repeat_interleave(index.shape[-1])
-        return self.test_train[rows, columns.flatten()].view(index.shape)
+        rows = torch.arange(self.points.numel(), device=index.device).repeat_interleave(index.shape[-1])
+        rows = torch.unravel_index(rows, self.test_train.shape[:-1])
+        return self.test_train[(*rows, columns.flatten())].view(index.shape)
 
     def _rest_at(self, index: Tensor) -> Tensor:
         if self.rest is not None:

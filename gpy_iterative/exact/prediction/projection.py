@@ -108,7 +108,7 @@ class Projection:
         if self.local is None:
             return rank
         neighbours = min(self.local.num_neighbours, num_data)
-        all_data = 2 * num_data if self.local.tree is None or test_train.batch_shape else 0
+        all_data = 2 * num_data if self.local.tree is None else 0
         return rank + all_data + neighbours * (2 * neighbours + 2 * rank)
 
 

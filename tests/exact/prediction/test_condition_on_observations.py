@@ -8,10 +8,11 @@ import gpytorch
 import pytest
 import torch
 from gpytorch import kernels
-from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from torch import Tensor
 
 from gpy_iterative.exact.prediction import new_observations, training_solves
+from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.solvers import AlternatingProjections, Cholesky, ConjugateGradients, IterativeSolver
 from tests.botorch_apart import acquisition, models, sampling, transforms
@@ -219,6 +220,30 @@ def test_targets_that_differ_at_the_same_inputs(name: str, solver: Any) -> None:
             answered, wanted = one.model(x + 0.1), one(x + 0.1)
             torch.testing.assert_close(answered.mean, wanted.mean, rtol=0, atol=1e-8)
             torch.testing.assert_close(answered.variance, wanted.variance, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("missing", [0, 4])
+def test_variances_of_a_batch_with_a_far_field(missing: int) -> None:
+    """Every member takes the nearest data, as a posterior of its own does."""
+    x = torch.linspace(-2, 2, 1000, dtype=torch.float64).unsqueeze(-1)
+    y = torch.sin(5 * x[:, 0])
+    y[:missing] = torch.nan
+    model = Regression(x, y, GaussianLikelihood(), kernels.MaternKernel(nu=1.5)).double()
+    model.covar_module.lengthscale, model.likelihood.noise = 0.2, 1e-3
+    products = KernelProducts(far_field=1e-8)
+    options = {"solver": TIGHT, "products": products, "exact_below": 0, "rank": 10, "num_neighbours": 20}
+    points = 3.9 * torch.rand(30, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 1.95
+    others = points + torch.tensor([0.0, 0.1, 0.2], dtype=torch.float64).view(3, 1, 1)
+    with gpytorch.settings.observation_nan_policy("mask"):
+        posterior = PathwisePosterior(model, model.likelihood, **options)
+        _ = posterior(points).variance
+        new_y = torch.arange(6.0, dtype=torch.float64).view(3, 2)
+        new = posterior.condition_on_observations(points[:2] + 0.003, new_y)
+        one = posterior.condition_on_observations(points[:2] + 0.003, new_y[1])
+        for at, own in ((points, points), (others, others[1])):
+            prediction, expected = new(at), one(own)
+            torch.testing.assert_close(prediction.variance[1], expected.variance, rtol=1e-6, atol=0)
+            torch.testing.assert_close(prediction.covariance_matrix[1], expected.covariance_matrix, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
