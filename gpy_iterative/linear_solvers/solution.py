@@ -83,19 +83,27 @@ class FarFieldLimit:
     tolerance: float
 
     @property
-    def suggested_tolerance(self) -> float:
-        """Uses half of the solve's tolerance, in one digit."""
-        wanted = max(0.5 * self.error * self.tolerance / self.residual, FAR_FIELD_TOLERANCES[0])
+    def suggested_tolerance(self) -> float | None:
+        """Uses half of the solve's tolerance, in one digit; None if no far field is as exact."""
+        wanted = 0.5 * self.error * self.tolerance / self.residual
+        if wanted < FAR_FIELD_TOLERANCES[0]:
+            return None
         step = 10.0 ** math.floor(math.log10(wanted))
         return max(math.floor(wanted / step + 1e-9), 1) * step
 
     @property
     def advice(self) -> str:
+        smaller = self.suggested_tolerance
+        levers = (
+            f"Take KernelProducts(far_field=None), or a larger tolerance of the solver: no far_field, which is at least "
+            f"{FAR_FIELD_TOLERANCES[0]:.0e}, is small enough."
+            if smaller is None
+            else f"Take a more exact far field, KernelProducts(far_field={smaller:.0e}), or far_field=None."
+        )
         return (
             f"The cause is the far field, whose entries have a measured relative error of {self.error:.1g}: with exact "
             f"rows of the kernel matrix the residual is larger by {self.residual:.1g}, and the solve's tolerance is "
-            f"{self.tolerance:.1g}. Take a smaller tolerance, KernelProducts(far_field={self.suggested_tolerance:.0e}), or "
-            "far_field=None."
+            f"{self.tolerance:.1g}. {levers}"
         )
 
 

@@ -130,9 +130,20 @@ def test_the_tolerance_that_is_suggested_converges() -> None:
     assert limit is not None
     assert limit.error == far_field_error(crude)
     assert limit.residual > limit.tolerance == 1e-4
+    assert limit.suggested_tolerance is not None
     solution = solver.solve(system(limit.suggested_tolerance), y)
     assert solution.status is SolveStatus.CONVERGED
     assert solution.stats.far_field is None
+
+
+def test_no_tolerance_is_suggested_that_cannot_suffice() -> None:
+    solution = gpi.solvers.ConjugateGradients(tolerance=1e-9).solve(system(1e-9), data()[1])
+    limit = solution.stats.far_field
+    assert solution.status is SolveStatus.STAGNATED
+    assert limit is not None
+    assert limit.suggested_tolerance is None
+    assert "far_field=None" in limit.advice
+    assert "far_field=1e-09" not in limit.advice
 
 
 def test_rounding_is_not_the_far_fields_fault() -> None:
