@@ -7,7 +7,7 @@ A linear predictor g^T y of f(x) has the error variance
 Here g is the best in a space of two parts (Wenger et al. 2022, "Posterior and computational uncertainty in Gaussian
 processes"; Sang and Huang 2012, "A full scale approximation of covariance functions for large spatial data sets"):
 
-* the span of a randomly pivoted Cholesky factor of K. With A^T H A = I, the weights are A A^T k_x.
+* the span of a randomly pivoted Cholesky factor of K over the noise. With A^T H A = I, the weights are A A^T k_x.
 * the observations N with the largest remaining correlation. With R = H - H A A^T H and k' = k_x - H A A^T k_x,
   the weights are R_NN^-1 k'_N.
 """
@@ -28,6 +28,7 @@ from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.exact.prediction.local_part import LocalPart, Neighbours
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_solvers.cholesky import ADVICE, CholeskyFactor
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
 #: With a far field neighbours matter most, and blocks [n, rank] are limited.
@@ -176,8 +177,16 @@ def extended_exact_projection(known: Projection, factor: CholeskyFactor, observe
 
 
 def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor]:
-    """A in the span of a randomly pivoted Cholesky factor, and H A."""
-    basis = torch.linalg.qr(RandomlyPivotedCholesky(rank=rank).low_rank(operator)).Q.contiguous()
+    """A in the span of D^-1 L, L a randomly pivoted Cholesky factor and D the noise plus the rest of K, and H A.
+
+    (L L^T + D)^-1 k_x lies in it. D takes the mean of the rest, which is zero at pivots.
+    """
+    factor = RandomlyPivotedCholesky(rank=rank).low_rank(operator)
+    _, diagonal, noise = kernel_and_noise(operator)
+    if noise is not None:
+        rest = (diagonal - torch.linalg.vector_norm(factor, dim=-1).square()).mean(-1, keepdim=True).clamp_min(0)
+        factor = factor / (noise + rest).unsqueeze(-1)
+    basis = torch.linalg.qr(factor).Q.contiguous()
     product = operator._matmul(basis)
     gram = torch.zeros(basis.shape[-1], basis.shape[-1], dtype=torch.float64, device=basis.device)
     for left, right in zip(basis.split(CHUNK), product.split(CHUNK), strict=True):

@@ -115,6 +115,22 @@ def test_both_routes_to_a_covariance_agree(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(listed, pairwise.expand(3, T, T))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noises_that_differ_spoil_no_variance(dtype: torch.dtype) -> None:
+    """H^-1 k_x is in the span of L for equal noises, else in that of L over the noise."""
+    x = torch.linspace(0, 4, 230, dtype=torch.float64)
+    matrix = torch.exp(-0.5 * (x.unsqueeze(-1) - x).square() / 0.5**2)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(230, generator=generator)
+    kernel = matrix[order][:, order].to(dtype)
+    noise = torch.exp(2 * torch.randn(200, generator=generator, dtype=torch.float64)).to(dtype)
+    operator = NoisyLinearOperator(to_linear_operator(kernel[:200, :200]), noise)
+    cross, prior = to_linear_operator(kernel[200:, :200]), kernel[200:, 200:]
+    exact = exact_covariance(operator.double(), cross.double(), prior.double()).diagonal()
+    found = ProjectionRecipe(rank=30, num_neighbours=3).build(operator).variance(prior.diagonal(), cross)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-5)
+
+
 def test_missing_observations() -> None:
     operator, cross, prior = system()
     observed = torch.ones(N, dtype=torch.bool)
