@@ -88,10 +88,7 @@ class RadialFarField(RadialTiles):
         return self.new_tile(batch.key, batch.shape, evaluate, partial(self._evaluate_both_of, batch))
 
     def _values_and_derivatives(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        kept = self.kept_pair(batch.key)
-        if kept is not None:
-            return kept
-        return self._evaluate_both_of(batch, self.scratch(batch.shape, 0), self.scratch(batch.shape, 1))
+        return self.pair(batch.key, batch.shape, partial(self._evaluate_both_of, batch))
 
     def _evaluate_both_of(self, batch: Batch, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         return self.entries.blocks_and_derivatives(*batch.inputs, value, derivative)

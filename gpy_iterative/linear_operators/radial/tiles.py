@@ -15,7 +15,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.squared_distances import FEW_OF_KINK, FEW_OF_PREDICTION, SquaredDistances
-from gpy_iterative.linear_operators.tiles.cache import Key, TileCache
+from gpy_iterative.linear_operators.tiles.cache import EvaluateBoth, Key, TileCache
 from gpy_iterative.linear_operators.tiles.operator import TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles, Visits
 
@@ -76,18 +76,15 @@ class RadialTiles(Tiles):
 
     def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
         """Tiles (i, j) of f and df/dq; see `tile`."""
-        kept = self.kept_pair((i, j))
-        if kept is not None:
-            return kept
-        shape = self.tile_shape(i, j)
-        return self.evaluate_both(i, j, self.scratch(shape, 0), self.scratch(shape, 1))
+        return self.pair((i, j), self.tile_shape(i, j), partial(self.evaluate_both, i, j))
 
-    def kept_pair(self, key: Key) -> tuple[Tensor, Tensor] | None:
-        """Entries of f and df/dq, if both are kept."""
-        if not self._keeps_derivatives:
-            return None
-        value, derivative = self.cache.tiles.get(key), self.cache.derivatives.tiles.get(key)
-        return None if value is None or derivative is None else (value, derivative)
+    def pair(self, key: Key, shape: torch.Size, evaluate_both: EvaluateBoth) -> tuple[Tensor, Tensor]:
+        """Entries of f and df/dq: kept ones, if both are, else new ones."""
+        if self._keeps_derivatives:
+            value, derivative = self.cache.tiles.get(key), self.cache.derivatives.tiles.get(key)
+            if value is not None and derivative is not None:
+                return value, derivative
+        return evaluate_both(self.scratch(shape, 0), self.scratch(shape, 1))
 
     def evaluate_both(self, i: int, j: int, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         """Writes tiles of f, and of df/dq over its factor."""
