@@ -1,7 +1,7 @@
 """Matrix-free kernels, and kernels with finitely many features."""
 
 from gpy_iterative.exact.matrix_free_kernel import MatrixFreeKernel
-from gpy_iterative.features.kernels import (
+from gpy_iterative.spectral.finite import (
     DeepFeatureKernel,
     FeatureMap,
     FiniteFeatureKernel,

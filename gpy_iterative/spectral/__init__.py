@@ -1,4 +1,4 @@
-"""Spectral densities of stationary kernels (`densities.py`) and random features (`features.py`).
+"""Spectral densities of stationary kernels (`densities.py`), random (`features.py`) and finite features (`finite.py`).
 
 It may import `linear_operators` and below.
 """

@@ -1,52 +1,21 @@
 """Priors as sums of products of stationary kernels, and of kernels with exact features."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations_with_replacement
-from math import factorial, prod
-from typing import cast
+from itertools import chain
+from math import prod
 
 import torch
 from gpytorch import kernels
-from linear_operator.operators import RootLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.linear_operators.radial_inputs import active_inputs, value_dtype
 from gpy_iterative.spectral.densities import Draws, SpectralDensity, spectral_density
+from gpy_iterative.spectral.finite import feature_map
 
-
-def _root(kernel: kernels.Kernel, points: Tensor) -> Tensor:
-    # `forward` is Phi Phi^T.
-    return cast(RootLinearOperator, kernel.forward(points, points)).root.to_dense()
-
-
-def _monomials(kernel: kernels.PolynomialKernel, points: Tensor) -> Tensor:
-    """(x^T x' + c)^p: monomials of [x, sqrt(c)] times roots of multinomial coefficients."""
-    offset = kernel.offset.view(*kernel.batch_shape, 1, 1)
-    batch = torch.broadcast_shapes(points.shape[:-2], offset.shape[:-2])
-    offset = offset.expand(*batch, points.shape[-2], 1)
-    extended = torch.cat([points.expand(*batch, *points.shape[-2:]), offset.sqrt()], dim=-1)
-    degree = int(kernel.power)
-    factors = list(combinations_with_replacement(range(extended.shape[-1]), degree))
-    multiplicities = [factorial(degree) / prod(map(factorial, Counter(chosen).values())) for chosen in factors]
-    columns = extended[..., torch.tensor(factors, device=points.device).reshape(-1, degree)]
-    return columns.prod(-1) * extended.new_tensor(multiplicities).sqrt()
-
-
-def _level(kernel: kernels.ConstantKernel, points: Tensor) -> Tensor:
-    level = kernel.constant.unsqueeze(-1).sqrt()
-    return level.expand(*torch.broadcast_shapes(level.shape[:-2], points.shape[:-2]), points.shape[-2], 1)
-
-
-_EXACT: dict[type[kernels.Kernel], Callable[[kernels.Kernel, Tensor], Tensor]] = {
-    kernels.ConstantKernel: _level,
-    kernels.LinearKernel: _root,
-    kernels.PolynomialKernel: _monomials,
-    kernels.RFFKernel: _root,
-}
+_EXACT = (kernels.ConstantKernel, kernels.LinearKernel, kernels.PolynomialKernel, kernels.RFFKernel)
 
 
 @dataclass(frozen=True)
@@ -114,7 +83,7 @@ class Summand:
         """Phi [*b, rows T, features]; the tasks of a point are consecutive."""
         if self.exact is not None:
             kernel, inputs = self.exact
-            result = _EXACT[type(kernel)](kernel, inputs[..., rows, :])
+            result = feature_map(kernel)(inputs[..., rows, :]).scaled()
         else:
             result = self._trigonometric(rows, frequencies, importance)
         if self.tasks is not None:

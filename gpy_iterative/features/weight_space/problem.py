@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
-from gpy_iterative.features.kernels import WeightSpaceFeatures, concatenated, feature_map, has_feature_map
 from gpy_iterative.linear_operators.from_gpytorch import (
     check_kernel_dtype,
     check_noise,
@@ -22,6 +21,7 @@ from gpy_iterative.linear_operators.from_gpytorch import (
 )
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.spectral.finite import WeightSpaceFeatures, concatenated, feature_map, has_feature_map
 from gpy_iterative.training.progress import Progress, reporting
 
 CHUNK_SIZE = 4096
