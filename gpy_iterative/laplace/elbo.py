@@ -127,7 +127,7 @@ def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: L
 @torch.no_grad()
 def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
     """Over those in the span of the actions, held fixed: O(n C r^2) per step."""
-    actions, images = solution.actions, solution.images
+    actions, images = solution.inverse.actions, solution.inverse.images
     whitening = inverse_root(actions.mT @ images, torch.finfo(prior.operator.dtype).eps)
     features = images @ whitening
     blocks = prior.point_blocks().detach().double()

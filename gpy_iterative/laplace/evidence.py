@@ -90,7 +90,7 @@ def exact_evidence(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
     inverse, v = solution.inverse, solution.value.flatten()
     assert isinstance(inverse, DenseInverse)
     kernel, logdet = inverse.kernel, inverse.logdet()
-    covariance = solution.covariance_blocks(prior)
+    covariance = solution.inverse.covariance_blocks(prior)
     source = _adjoint_source(likelihood, solution.latent, covariance)
     if likelihood.is_log_concave:
         adjoint = source - inverse.matmul(kernel.matmul(source))
@@ -126,7 +126,7 @@ def stochastic_evidence(
     curvature, system = solution.curvature, WhitenedSystem.at(prior.operator, solution)
     probes = _probes(system, num_probes, generator)
     solved = system.solve(probes.vectors, tolerance)
-    root = solution.root
+    root = solution.inverse.root
     known = curvature.root_t(curvature.pinv(root))  # G = known known^T
     # Makes the solve's error orthogonal to the actions.
     unknown = solved.value.double() + known @ (known.mT @ (solved.residual - probes.vectors).double())
@@ -134,11 +134,11 @@ def stochastic_evidence(
     left, right = curvature.root(unknown), curvature.root(dual)
     left_image, right_image = prior.matmul(torch.cat([left, right], dim=-1)).split(num_probes, dim=-1)
     coefficients = known.mT @ (dual + curvature.root_t(right_image))
-    right, right_image = right - root @ coefficients, right_image - solution.image_of_root @ coefficients
+    right, right_image = right - root @ coefficients, right_image - solution.inverse.image_of_root @ coefficients
 
     images = [image.view(*solution.latent.shape, num_probes) for image in (left_image, right_image)]
     unseen = images[0] @ images[1].mT / num_probes
-    covariance = solution.covariance_blocks(prior) - (unseen + unseen.mT) / 2
+    covariance = solution.inverse.covariance_blocks(prior) - (unseen + unseen.mT) / 2
     source = _adjoint_source(likelihood, solution.latent, covariance)
     if not source.any():
         adjoint, epochs, adjoint_status = source, 0.0, SolveStatus.CONVERGED

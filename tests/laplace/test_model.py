@@ -260,9 +260,9 @@ def test_what_is_set_on_the_model_is_not_ignored() -> None:
     torch.testing.assert_close(model(x).mean, rougher.eval()(x).mean, rtol=1e-6, atol=1e-7)
     assert (model(x).mean - before).abs().max() > 0.01
     first = model.posterior()
-    assert first.solution.actions.shape[-1] == 20
+    assert first.solution.inverse.actions.shape[-1] == 20
     model.solver = LaplaceNewton(max_rank=2)
-    assert model.fit_mode().actions.shape[-1] <= 2
+    assert model.fit_mode().inverse.actions.shape[-1] <= 2
     second, paths = model.posterior(), model.sample_paths(2)(x)
     model.seed = 7
     assert not torch.equal(model.sample_paths(2)(x), paths)
@@ -290,7 +290,7 @@ def test_arguments_of_the_likelihood_come_along() -> None:
     torch.testing.assert_close(solution.value.flatten(), gradient, rtol=1e-6, atol=1e-6)
     model.num_refinements = 1  # of the likelihood with its arguments
     refined = mll.posterior().solution
-    variance = solution.covariance_blocks(Case(model, problem.x, problem.y).prior()).flatten()
+    variance = solution.inverse.covariance_blocks(Case(model, problem.x, problem.y).prior()).flatten()
     rate = exposure * (refined.latent.flatten() + variance / 2).exp()
     torch.testing.assert_close(refined.value.flatten(), problem.y - rate, rtol=1e-6, atol=1e-6)
     model.num_refinements = 0
@@ -382,7 +382,7 @@ def test_refinements_come_and_go(solver: LaplaceNewton | None) -> None:
     assert model.posterior() is posterior
     assert posterior.report.num_refinements == 1
     assert model.fit_mode() is posterior.solution
-    assert posterior.report.rank == posterior.solution.actions.shape[-1]
+    assert posterior.report.rank == posterior.solution.inverse.actions.shape[-1]
     assert posterior.report.epochs >= posterior.solution.num_kernel_products
     # Where Laplace's covariance is too wide, probabilities go away from the even ones.
     assert refined.max(-1).values.mean() > plain.max(-1).values.mean() + 0.02
@@ -726,7 +726,7 @@ def test_the_posterior_of_the_mll_is_its_own() -> None:
     model.eval()(test_points())  # by the model's own solver
     found = mll.posterior()
     assert found is model.posterior()
-    assert found.solution.actions.shape[-1] <= 3
+    assert found.solution.inverse.actions.shape[-1] <= 3
     torch.testing.assert_close(found(test_points()).mean, alone, rtol=1e-3, atol=1e-3)
 
 

@@ -41,7 +41,7 @@ class LaplaceSolution(Solution):
     Attributes:
         latent: f = m + K v [n, C].
         curvature: W at the mode.
-        inverse: that part.
+        inverse: that part: actions S, images K S, transform A, root Q = S A, image_of_root K Q.
         log_joint: sum log p(y | f) - v^T (f - m) / 2.
     """
 
@@ -49,35 +49,6 @@ class LaplaceSolution(Solution):
     curvature: Curvature
     inverse: Inverse
     log_joint: float
-
-    @property
-    def actions(self) -> Tensor:
-        """S [n C, B]."""
-        return self.inverse.actions
-
-    @property
-    def images(self) -> Tensor:
-        """T = K S."""
-        return self.inverse.images
-
-    @property
-    def transform(self) -> Tensor:
-        """A [B, r] with A A^T = (S^T (K + W^+) S)^-1."""
-        return self.inverse.transform
-
-    @property
-    def root(self) -> Tensor:
-        """Q = S A [n C, r]."""
-        return self.inverse.root
-
-    @property
-    def image_of_root(self) -> Tensor:
-        """K Q = T A [n C, r]."""
-        return self.inverse.image_of_root
-
-    def covariance_blocks(self, prior: LatentPrior) -> Tensor:
-        """Covariances [n, C, C] of K - K Q Q^T K."""
-        return self.inverse.covariance_blocks(prior)
 
     @property
     def converged(self) -> bool:

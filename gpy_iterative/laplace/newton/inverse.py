@@ -18,19 +18,19 @@ class Inverse(ABC):
     transform: Tensor  # A [B, r]
 
     @property
-    @abstractmethod
     def rank(self) -> int:
         """Number of actions, B."""
+        return self.actions.shape[-1]
 
     @property
-    @abstractmethod
     def root(self) -> Tensor:
-        """Q."""
+        """Q [n C, r]."""
+        return self.actions @ self.transform
 
     @property
-    @abstractmethod
     def image_of_root(self) -> Tensor:
-        """K Q."""
+        """K Q [n C, r]."""
+        return self.images @ self.transform
 
     @abstractmethod
     def covariance_blocks(self, prior: LatentPrior) -> Tensor:
@@ -44,18 +44,6 @@ class Subspace(Inverse):
     actions: Tensor
     images: Tensor
     transform: Tensor
-
-    @property
-    def rank(self) -> int:
-        return self.actions.shape[-1]
-
-    @property
-    def root(self) -> Tensor:
-        return self.actions @ self.transform
-
-    @property
-    def image_of_root(self) -> Tensor:
-        return self.images @ self.transform
 
     def covariance_blocks(self, prior: LatentPrior) -> Tensor:
         blocks = prior.point_blocks().double().clone()

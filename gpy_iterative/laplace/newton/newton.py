@@ -87,7 +87,7 @@ class _SubspaceSteps(StepSolver):
         self._factor: LatentFactor | None = None
         self._preconditioner: NewtonPreconditioner | None = None
         if problem.initial_solution is not None:
-            actions, images = problem.initial_solution.actions, problem.initial_solution.images
+            actions, images = problem.initial_solution.inverse.actions, problem.initial_solution.inverse.images
             rounding = (actions.mT @ actions).fill_diagonal_(0).abs().amax() if actions.numel() else 0.0
             if rounding > LARGEST_OVERLAP:
                 raise ValueError("The initial solution's actions are not orthonormal: it must come from this solver.")

@@ -48,7 +48,9 @@ class WhitenedSystem:
     def at(cls, kernel: LinearOperator, solution: LaplaceSolution) -> "WhitenedSystem":
         curvature, dtype = solution.curvature, kernel.dtype
         # Nystrom: K S (S^T K S)^+ S^T K <= K, so preconditioned eigenvalues are at least 1.
-        known = solution.images @ inverse_root(solution.actions.mT @ solution.images, torch.finfo(dtype).eps)
+        known = solution.inverse.images @ inverse_root(
+            solution.inverse.actions.mT @ solution.inverse.images, torch.finfo(dtype).eps
+        )
         factor = curvature.root_t(known).to(dtype)
         preconditioner = NystromFactor(factor, torch.ones(len(factor), dtype=dtype, device=factor.device))
         return cls(whitened_system(kernel, curvature), curvature, preconditioner)

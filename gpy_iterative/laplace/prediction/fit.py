@@ -51,7 +51,9 @@ class LaplaceFit:
 
     def columns(self) -> Tensor:
         """[v, Q] [n C, 1 + B], in the kernel's dtype."""
-        return torch.cat([self.solution.value.view(-1, 1), self.solution.root], dim=-1).to(self.prior.mean.dtype)
+        return torch.cat([self.solution.value.view(-1, 1), self.solution.inverse.root], dim=-1).to(
+            self.prior.mean.dtype
+        )
 
 
 @torch.no_grad()
@@ -65,7 +67,7 @@ def refine(
     callback: Callable[[SolveProgress], None] | None = None,
 ) -> LaplaceSolution:
     """The mode of `likelihood` averaged over a solution's marginals."""
-    smoothed = SmoothedLikelihood(likelihood, solution.covariance_blocks(prior))
+    smoothed = SmoothedLikelihood(likelihood, solution.inverse.covariance_blocks(prior))
     return solver.solve(prior, smoothed, initial_solution=solution, generator=generator, callback=callback)
 
 

@@ -96,8 +96,8 @@ def test_factors_asked_for_in_inference_mode_serve_gradients(name: str) -> None:
     problem = case(name, n=8)
     solution = LaplaceCholesky().solve(problem.prior(), problem.pointwise())
     with torch.inference_mode():
-        assert float(solution.root.abs().max()) > 0
-    column = torch.ones(len(solution.root), dtype=torch.float64, requires_grad=True)
-    (column @ solution.root).square().sum().backward()
+        assert float(solution.inverse.root.abs().max()) > 0
+    column = torch.ones(len(solution.inverse.root), dtype=torch.float64, requires_grad=True)
+    (column @ solution.inverse.root).square().sum().backward()
     assert column.grad is not None
-    torch.testing.assert_close(column.grad, 2 * solution.root @ solution.root.sum(0))
+    torch.testing.assert_close(column.grad, 2 * solution.inverse.root @ solution.inverse.root.sum(0))

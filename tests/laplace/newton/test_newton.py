@@ -51,9 +51,9 @@ def test_mode_is_stationary_and_full_rank_is_exact(name: str, kind: str) -> None
         assert (likelihood.gradient(solution.latent) - solution.value).abs().max() < 1e-8
         kernel, precision = dense_inverse(problem, solution)
         torch.testing.assert_close(solution.latent.flatten() - prior.mean.flatten(), kernel @ solution.value.flatten())
-        reduction = solution.image_of_root @ solution.image_of_root.mT
+        reduction = solution.inverse.image_of_root @ solution.inverse.image_of_root.mT
         torch.testing.assert_close(reduction, kernel @ precision @ kernel, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(kernel @ solution.actions, solution.images, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(kernel @ solution.inverse.actions, solution.inverse.images, rtol=1e-8, atol=1e-9)
     torch.testing.assert_close(found.latent, exact.latent, rtol=1e-7, atol=1e-7)
     assert found.log_joint == pytest.approx(exact.log_joint, abs=1e-8)
 
@@ -112,7 +112,7 @@ def test_unequal_class_kernels_need_the_range() -> None:
     solution = LaplaceNewton(tolerance=1e-10, num_covariance_actions=60).solve(prior, likelihood)
     kernel, precision = dense_inverse(problem, solution)
     exact = (kernel - kernel @ precision @ kernel).diagonal()
-    ours = kernel.diagonal() - solution.image_of_root.square().sum(-1)
+    ours = kernel.diagonal() - solution.inverse.image_of_root.square().sum(-1)
     torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)
     pseudo_inverse = solution.curvature.pinv(torch.eye(60, dtype=torch.float64))
     published = (kernel - kernel @ torch.linalg.solve(kernel + pseudo_inverse, kernel)).diagonal()
@@ -175,7 +175,7 @@ def test_recycled_subspaces_are_solved_already() -> None:
     prior, likelihood = problem.prior(), problem.pointwise()
     first = LaplaceNewton(max_outer=1, max_inner=6, forcing=1e-12).solve(prior, likelihood)
     basis = ActionBasis(25, 10, prior.mean)
-    basis.replace(first.actions, first.images)
+    basis.replace(first.inverse.actions, first.inverse.images)
     curvature = likelihood.curvature(prior.mean + 0.7, NO_FLOOR)
     system = GalerkinSystem.of(basis, curvature)
     rhs = torch.sin(torch.arange(25.0, dtype=torch.float64))
@@ -186,7 +186,7 @@ def test_recycled_subspaces_are_solved_already() -> None:
     again = ActionBasis(25, 2, prior.mean)
     grown = GalerkinSystem.of(again, curvature)
     coefficients = torch.zeros(0, dtype=torch.float64)
-    for action, image in zip(first.actions.mT, first.images.mT, strict=True):
+    for action, image in zip(first.inverse.actions.mT, first.inverse.images.mT, strict=True):
         change = grown.append(action, image, rhs.unsqueeze(-1)).squeeze(-1)
         coefficients = torch.cat([coefficients, coefficients.new_zeros(1)]) + change
     torch.testing.assert_close(again.actions @ coefficients, v)
@@ -200,7 +200,7 @@ def test_computational_uncertainty_is_never_negative_and_shrinks() -> None:
     basis = ActionBasis(25, 25, prior.mean)
     system = GalerkinSystem.of(basis, solution.curvature)
     before = kernel
-    for action, image in zip(solution.actions.mT, solution.images.mT, strict=True):
+    for action, image in zip(solution.inverse.actions.mT, solution.inverse.images.mT, strict=True):
         system.append(action, image, torch.zeros(25, dtype=torch.float64))
         root = basis.images @ system.transform
         now = kernel - root @ root.mT
@@ -218,7 +218,7 @@ def test_compression_keeps_the_mean_and_most_of_the_variance() -> None:
 
     def system() -> GalerkinSystem:
         basis = ActionBasis(40, 20, prior.mean)
-        basis.replace(solution.actions, solution.images)
+        basis.replace(solution.inverse.actions, solution.inverse.images)
         return GalerkinSystem.of(basis, curvature)
 
     def reduction(galerkin: GalerkinSystem) -> float:
@@ -247,7 +247,7 @@ def test_small_ranks_reach_the_mode(max_rank: int) -> None:
     solver = LaplaceNewton(max_rank=max_rank, tolerance=1e-7, max_outer=200)
     found = solver.solve(prior, likelihood)
     assert found.converged
-    assert found.actions.shape[-1] <= max_rank
+    assert found.inverse.actions.shape[-1] <= max_rank
     torch.testing.assert_close(found.latent, exact.latent, rtol=1e-5, atol=1e-5)
 
 
@@ -348,7 +348,7 @@ def test_the_covariance_does_not_depend_on_where_the_mode_was_looked_for(name: s
     solver = LaplaceNewton(max_inner=30)
     cold = solver.solve(prior, likelihood)
     warm = solver.solve(prior, likelihood, initial_weights=cold.value)
-    reductions = [float(solution.image_of_root.square().sum()) for solution in (cold, warm)]
+    reductions = [float(solution.inverse.image_of_root.square().sum()) for solution in (cold, warm)]
     assert reductions[1] > 0.9 * reductions[0]
 
 
@@ -375,8 +375,8 @@ def test_published_algorithms_converge_where_they_do() -> None:
     assert literal.converged
     exact = LaplaceCholesky().solve(prior, likelihood)
     torch.testing.assert_close(literal.latent, exact.latent, rtol=1e-3, atol=1e-3)
-    root = literal.root
-    torch.testing.assert_close(literal.image_of_root, prior.operator.to_dense() @ root, rtol=1e-5, atol=1e-6)
+    root = literal.inverse.root
+    torch.testing.assert_close(literal.inverse.image_of_root, prior.operator.to_dense() @ root, rtol=1e-5, atol=1e-6)
     ranked = LiteralNewton(max_inner=30, max_rank=5).solve(prior, likelihood)
     assert ranked.converged
 

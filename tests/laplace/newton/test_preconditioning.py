@@ -79,7 +79,7 @@ def test_same_mode_from_fewer_products(name: str) -> None:
     )
     assert found.converged
     torch.testing.assert_close(found.latent, exact.latent, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(prior.matmul(found.actions), found.images, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(prior.matmul(found.inverse.actions), found.inverse.images, rtol=1e-8, atol=1e-9)
     assert found.num_kernel_products < plain.num_kernel_products
 
 
@@ -111,7 +111,7 @@ def test_small_rank_keeps_the_mode_and_more_actions_shrink_the_variance() -> Non
     many = LaplaceNewton(tolerance=1e-8, preconditioner=PivotedCholesky(rank=10), num_covariance_actions=60).solve(
         prior, likelihood
     )
-    known, better, all_ = (solution.image_of_root.square().sum() for solution in (few, many, exact))
+    known, better, all_ = (solution.inverse.image_of_root.square().sum() for solution in (few, many, exact))
     assert known < better <= all_ * (1 + 1e-8)
     assert better > 0.99 * all_
 
@@ -123,10 +123,13 @@ def test_covariance_actions_share_products() -> None:
     without = solver.solve(prior, likelihood)
     for count, products in ((4, 4), (19, 10), (25, 9)):  # one, two and three at a time
         found = replace(solver, num_covariance_actions=count).solve(prior, likelihood)
-        assert found.actions.shape[-1] == without.actions.shape[-1] + count
+        assert found.inverse.actions.shape[-1] == without.inverse.actions.shape[-1] + count
         assert found.num_kernel_products == without.num_kernel_products + products
     torch.testing.assert_close(
-        found.actions.mT @ found.actions, torch.eye(found.actions.shape[-1]).double(), rtol=0, atol=1e-10
+        found.inverse.actions.mT @ found.inverse.actions,
+        torch.eye(found.inverse.actions.shape[-1]).double(),
+        rtol=0,
+        atol=1e-10,
     )
 
 

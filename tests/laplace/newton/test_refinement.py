@@ -52,7 +52,7 @@ def refined(
 
 def covariance(prior: LatentPrior, solution: LaplaceSolution) -> Tensor:
     """[n C, n C] at the training points."""
-    return prior.operator.to_dense().double() - solution.image_of_root @ solution.image_of_root.mT
+    return prior.operator.to_dense().double() - solution.inverse.image_of_root @ solution.inverse.image_of_root.mT
 
 
 def wide(name: str) -> Case:
@@ -122,7 +122,7 @@ def test_marginals_are_blocks_of_the_covariance(kind: str) -> None:
     solution = LaplaceNewton(max_rank=7).solve(prior, problem.pointwise())
     whole = covariance(prior, solution)
     blocks = torch.stack([whole[i : i + 3, i : i + 3] for i in range(0, 30, 3)])
-    torch.testing.assert_close(solution.covariance_blocks(prior), blocks)
+    torch.testing.assert_close(solution.inverse.covariance_blocks(prior), blocks)
 
 
 @pytest.mark.parametrize("solver", [LaplaceCholesky(), FULL], ids=["dense", "newton"])
@@ -217,11 +217,11 @@ def test_products_are_used_again() -> None:
     first, second = refined(prior, point, 1, solver)
     again = refine(solver, prior, point, first)
     assert torch.equal(again.latent, second.latent)
-    assert second.actions.shape[-1] == first.actions.shape[-1] + second.num_kernel_products
-    torch.testing.assert_close(second.images, prior.matmul(second.actions), rtol=1e-9, atol=1e-9)
+    assert second.inverse.actions.shape[-1] == first.inverse.actions.shape[-1] + second.num_kernel_products
+    torch.testing.assert_close(second.inverse.images, prior.matmul(second.inverse.actions), rtol=1e-9, atol=1e-9)
     everything = LaplaceNewton(tolerance=1e-6, num_covariance_actions=60)  # all that three classes see of 30 points
     full = everything.solve(prior, point)
-    assert full.actions.shape[-1] == 60
+    assert full.inverse.actions.shape[-1] == 60
     assert refine(everything, prior, point, full).num_kernel_products == 0
 
 
