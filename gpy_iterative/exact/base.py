@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -213,11 +212,6 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         if estimate.status not in SOLVED and estimate.status not in self.warned_of:
             warn_of("The linear solve", estimate.status, estimate.stats, estimate.value.dtype)
             self.warned_of.add(estimate.status)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GaussianMarginalLogLikelihood":
-        super()._apply(fn, recurse)
-        self._move_run(fn)
-        return self
 
 
 class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):

@@ -355,7 +355,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureMarginalLogLikelihood":
         self._run = self._present_run().mapped(torch.detach)
         super()._apply(fn, recurse)
-        self._move_run(fn)
         self._commit(self._run)
         return self
 

@@ -251,8 +251,6 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         warn(estimate.advice if has_mode else solver.advice(solution, dtype), ConvergenceWarning)
         self.warned_of.add(status)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LaplaceMarginalLogLikelihood":
-        super()._apply(fn, recurse)
-        # Always float64; the device follows the model's.
-        self._run = self._run.mapped(lambda tensor: fn(tensor).double())
-        return self
+    def _move_run(self, function: Callable[[Tensor], Tensor]) -> None:
+        super()._move_run(function)
+        self._run = self._run.mapped(torch.Tensor.double)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -326,8 +326,3 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
             num_steps_per_batch=1 if kept is None else self.num_steps_per_batch,
             seconds=seconds,
         )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuadruplyStochasticELBO":
-        super()._apply(fn, recurse)
-        self._run = self._run.mapped(fn)
-        return self

@@ -7,7 +7,7 @@ advanced.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -129,7 +129,7 @@ def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tens
     return order[position:end], run.having(**{name: {"order": order, "position": torch.tensor(end, device=CPU)}})
 
 
-class Resumable:
+class Resumable(torch.nn.Module):
     """A marginal log likelihood whose training state is `_run`, and `_params` of the last step."""
 
     model: Any
@@ -143,6 +143,11 @@ class Resumable:
     def _checked_run(self, run: Run) -> Run:
         """Raises ValueError for unsuitable parts."""
         return run
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._move_run(fn)
+        return self
 
     def _move_run(self, function: Callable[[Tensor], Tensor]) -> None:
         self._run = self._run.mapped(function)
