@@ -1,6 +1,5 @@
 """Building of far fields."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -15,7 +14,7 @@ from gpy_iterative.linear_operators.far_field.plan import RANK_STEP, Plan, make_
 from gpy_iterative.linear_operators.far_field.proxies import level_proxies
 from gpy_iterative.linear_operators.far_field.skeletons import skeletons
 from gpy_iterative.linear_operators.tiles.tiles import blocks
-from gpy_iterative.worker_threads import ByDevice, divided, run, shares
+from gpy_iterative.worker_threads import ByDevice, divided, run
 
 #: "auto" divides this by n, because the largest eigenvalue grows with n and the noise does not. float64 takes a part: it is
 #: used for smooth functions and little noise.
@@ -112,11 +111,9 @@ def _skeletons(
     picked = points.new_empty(len(points), rank)
     weights = torch.empty(len(points), rank, points.shape[1], dtype=torch.float64, device=points.device)
 
-    def pick(share: Sequence[slice]) -> None:
-        for nodes in share:
-            found = skeletons(entries.at_proxies(points[nodes], proxies[nodes]), rank, in_halves=in_halves)
-            picked[nodes], weights[nodes] = points[nodes].gather(1, found.pivots), found.weights
+    def pick(nodes: slice) -> None:
+        found = skeletons(entries.at_proxies(points[nodes], proxies[nodes]), rank, in_halves=in_halves)
+        picked[nodes], weights[nodes] = points[nodes].gather(1, found.pivots), found.weights
 
-    parts = shares(blocks(len(points), BATCH_NODES.on(points.device)), points.device)
-    run([partial(pick, share) for share in parts])
+    run([partial(pick, nodes) for nodes in blocks(len(points), BATCH_NODES.on(points.device))], points.device)
     return picked, weights

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field.entries import ScaledInputs
 from gpy_iterative.linear_operators.tiles.tiles import blocks
-from gpy_iterative.worker_threads import ByDevice, run, shares, summed
+from gpy_iterative.worker_threads import ByDevice, run, summed
 
 #: Entries multiplied at a time: they stay in a CPU's cache.
 BATCH_ENTRIES = ByDevice(cpu=2**18, accelerator=2**25)
@@ -161,13 +161,8 @@ class Levels:
 
     def _in_blocks(self, compute: Callable[[slice], object], nodes: int) -> None:
         """Computes for some nodes at a time: their memory is used again, where that of all would be new pages."""
-
-        def compute_share(share: Sequence[slice]) -> None:
-            for block in share:
-                compute(block)
-
         device = self.rows.device
-        run([partial(compute_share, share) for share in shares(blocks(nodes, BATCH_NODES.on(device)), device)])
+        run([partial(compute, block) for block in blocks(nodes, BATCH_NODES.on(device))], device)
 
     @cached_property
     def position(self) -> Tensor:
