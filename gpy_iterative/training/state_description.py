@@ -13,13 +13,14 @@ from torch import Tensor
 from gpy_iterative.worker_threads import CPU
 
 #: Raise it when older states become unreadable.
-FORMAT = 3
+FORMAT = 4
 _NAME = "description"
 TAKE_IT = "Pass what training_state() returned."
 _WITHOUT = "Training can go on without it: model and optimiser have their own state."
 _DATA = "fingerprint of the training data"
-#: Tolerance of fingerprints, as standardising elsewhere changes last digits.
-_SAME_DATA = 1e-3
+#: Tolerance of fingerprints, as standardising elsewhere changes last digits. One entry of n may move by about this times
+#: sqrt(n) standard deviations.
+_SAME_DATA = 1e-5
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,12 @@ def _fingerprint(columns: Tensor) -> list[float] | None:
     weights, numbers = (
         torch.arange(1, size + 1, dtype=values.dtype, device=values.device) for size in (len(mean), len(values))
     )
-    rows = ((values - mean) / scale) @ weights.cos()
-    projections = [rows @ (frequency * numbers).cos() / math.sqrt(len(rows)) for frequency in (1, 2, 3)]
-    moments = [(mean / scale) @ weights.cos(), scale.log() @ weights.cos()]
+    weights = 1.5 + weights.cos()  # every column counts
+    # A missing value is no zero.
+    rows = torch.where(columns.isfinite(), (values - mean) / scale, 1.0) @ weights
+    # Squares, as cosines of the numbers would nearly repeat after 710 rows.
+    projections = [rows @ (frequency * numbers.square()).cos() / math.sqrt(len(rows)) for frequency in (1, 2, 3)]
+    moments = [(mean / scale * weights).mean(), (scale.log() * weights).mean()]
     return [round(float(number), 6) for number in (*moments, *projections)]
 
 

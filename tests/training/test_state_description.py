@@ -101,6 +101,32 @@ def test_other_data_of_the_same_size_are_noticed(name: str) -> None:
     other.mll.load_training_state(state)
 
 
+def test_one_moved_entry_is_noticed() -> None:
+    """In every row and column, among more rows than a cosine's period; and missing targets are no zeros."""
+    n = 2000
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(n, 12, generator=generator), torch.randn(n, generator=generator)
+    y[7] = torch.nan
+    model = regression(kernels.RBFKernel(ard_num_dims=12), n=50).model.float()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model)
+    model.set_train_data(x, y, strict=False)
+    state = mll.training_state()
+    for row, column in ((0, 0), (1, 10), (700, 10), (1999, 11)):
+        moved = x.clone()
+        moved[row, column] += 0.01
+        model.set_train_data(moved, y, strict=False)
+        assert_refused(mll, state, "the training data are others")
+    swapped = torch.arange(n)
+    swapped[[20, 730]] = swapped[[730, 20]]
+    for targets in (y.nan_to_num(0.0), y[swapped], y + 0.01 * torch.eye(n)[3]):
+        model.set_train_data(x, targets, strict=False)
+        assert_refused(mll, state, "the training data are others")
+    # Standardised again: other last digits.
+    model.set_train_data((3 * x + 0.7 - 0.7) / 3, (y * 7 + 1e-7) / 7, strict=False)
+    assert not torch.equal(model.train_inputs[0], x)
+    mll.load_training_state(state)
+
+
 def test_inputs_are_told_by_their_columns() -> None:
     """Constant columns, offsets that hide what varies, missing targets, and inputs that are learned."""
     x, y = torch.rand(50, 3, generator=torch.Generator().manual_seed(0)).double(), torch.arange(50.0).double()
