@@ -130,7 +130,7 @@ def _are_close(left: Any, right: Any) -> bool:
     if isinstance(left, list) and isinstance(right, list):
         return all(map(_are_close, left, right))
     is_number = isinstance(left, float) and isinstance(right, float)
-    return math.isclose(left, right, rel_tol=_SAME_DATA, abs_tol=_SAME_DATA) if is_number else left == right
+    return abs(left - right) <= _SAME_DATA if is_number else left == right
 
 
 def _plain(value: Any) -> Any:
