@@ -90,3 +90,19 @@ def scatter_rows(columns: Tensor, observed: Tensor | None) -> Tensor:
     result = columns.new_zeros(*columns.shape[:-2], observed.shape[-1], columns.shape[-1])
     result[..., observed, :] = columns
     return result
+
+
+def as_columns(rhs: Tensor, operator: LinearOperator | Tensor) -> Tensor:
+    """[*f, *k, m, s] to [*k, m, s * F], for one product with [*k, m, m]."""
+    extra = rhs.dim() - operator.dim()
+    if extra <= 0:
+        return rhs
+    return rhs.flatten(0, extra - 1).movedim(0, -1).flatten(-2)
+
+
+def from_columns(columns: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `as_columns`."""
+    extra = like.dim() - columns.dim()
+    if extra <= 0:
+        return columns
+    return columns.unflatten(-1, (like.shape[-1], -1)).movedim(-1, 0).reshape(like.shape)

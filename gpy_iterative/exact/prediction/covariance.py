@@ -84,25 +84,33 @@ class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):
         projection = self.source.projection()
         prior_variance = self._prior(projection).diagonal(dim1=-2, dim2=-1)
         size, length = self.test_train.shape[-2], self._chunk_length(projection)
-        if size <= length:
-            return projection.variance(prior_variance, self.test_train).to(self.dtype)
         flat = prior_variance.reshape(*self.test_train.batch_shape, size)
+        if size <= length:
+            variance = projection.variance(flat, self.test_train)
+            self.source.check(variance, flat, self.test_train)
+            return variance.reshape(prior_variance.shape).to(self.dtype)
         parts = []
         with reporting(self.progress, "variances", "points", size) as tell:
             for start in range(0, size, length):
                 rows = slice(start, min(start + length, size))
                 parts.append(projection.variance(flat[..., rows], row_block(self.test_train, rows)))
                 tell(rows.stop, {})
-        return torch.cat(parts, dim=-1).reshape(prior_variance.shape).to(self.dtype)
+        variance = torch.cat(parts, dim=-1)
+        self.source.check(variance, flat, self.test_train)
+        return variance.reshape(prior_variance.shape).to(self.dtype)
 
     def _evaluated(self) -> Tensor:
         projection = self.source.projection()
-        return projection.covariance(self._prior(projection).to_dense(), self.test_train).to(self.dtype)
+        prior = self._prior(projection).to_dense()
+        covariance = projection.covariance(prior, self.test_train)
+        flat = (*self.test_train.batch_shape, self.test_train.shape[-2])
+        self.source.check(*(c.diagonal(dim1=-2, dim2=-1).reshape(flat) for c in (covariance, prior)), self.test_train)
+        return covariance.to(self.dtype)
 
     def _prior(self, projection: Projection) -> LinearOperator:
         """K(x, x), no more exact than K(x, X): GPyTorch's blocks stay as rounded as they are."""
         is_evaluated = isinstance(self.test_train, DenseLinearOperator)
-        return self.test_test if is_evaluated else converted(self.test_test, projection.basis.dtype)
+        return self.test_test if is_evaluated else converted(self.test_test, projection.dtype)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         whole = all(isinstance(index, slice) and index == slice(None) for index in batch_indices)

@@ -1,6 +1,5 @@
 import copy
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from linear_operator.operators import ZeroLinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_instance, check_number, generator_or_seed
-from gpy_iterative.errors import VarianceWarning, warn
 from gpy_iterative.exact.prediction.blocks import converted, product, scatter_rows
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.exact.prediction.joint_prior import JointPrior, checked_inputs, graph_for, joint_prior
@@ -32,19 +30,18 @@ from gpy_iterative.exact.prediction.variance_error import VarianceError, solved_
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
-from gpy_iterative.linear_solvers.default import EXACT_BELOW
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
 from gpy_iterative.training.report import SolveReport
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock, evaluation_copies
-from gpy_iterative.training.training_system import TrainingSystem, training_system
+from gpy_iterative.training.training_system import training_system
 
 logger = logging.getLogger(__name__)
 
 #: Nats, see `TrainingSystem.is_rounded`.
 ROUNDING_IN_PREDICTIONS = 0.1
-#: Median above which `variance_error` warns.
-LARGE_VARIANCE_ERROR = 0.25
+#: Up to this size factor and triangular solves cost no more than projections.
+EXACT_VARIANCES_BELOW = 6000
 
 
 class PathwisePosterior:
@@ -100,7 +97,7 @@ class PathwisePosterior:
         rank: int | None = None,
         num_neighbours: int | None = None,
         num_frequencies: int = 8192,
-        exact_below: int = EXACT_BELOW,
+        exact_below: int = EXACT_VARIANCES_BELOW,
         progress: Progress = False,
     ) -> None:
         check_count("num_frequencies", num_frequencies)
@@ -219,6 +216,7 @@ class PathwisePosterior:
         generator = torch.Generator().manual_seed(self._seed)
         chosen = torch.randperm(points[0].shape[-2], generator=generator, device=generator.device)[:num_points]
         points = [x[..., chosen.to(x.device), :] for x in points]
+        solves.is_checked = True
         with torch.no_grad():
             joint = self._joint(snapshot, solves, points)
             _, covariance = self.condition(solves, joint.mean, joint.test_test, joint.test_train)
@@ -226,13 +224,7 @@ class PathwisePosterior:
             prior_variance = test_test.diagonal(dim1=-2, dim2=-1)
             exact = solved_variance(solves.system, solves.projection(), prior_variance, test_train.to_dense())
             error = VarianceError.between(covariance.diagonal(dim1=-2, dim2=-1), exact)
-        if error.median > LARGE_VARIANCE_ERROR:
-            rank, neighbours = self._recipe.sizes_for(solves.system.operator)
-            warn(
-                f"Predictive variances are wrong by a factor of {math.exp(error.median):.2f} (median). Raise rank "
-                f"(now {rank}) or num_neighbours (now {neighbours}).",
-                VarianceWarning,
-            )
+        solves.warn_of(error)
         return error
 
     def condition_on_observations(
@@ -290,10 +282,6 @@ class PathwisePosterior:
         model, _ = snapshot.copies()
         return joint_prior(model, inputs, solves.system.batch_shape, self._products)
 
-    def _needs_float64(self, system: TrainingSystem) -> bool:
-        has_factor = isinstance(self._solver, Cholesky) or system.operator.shape[-1] <= self._exact_below
-        return has_factor or system.is_rounded(ROUNDING_IN_PREDICTIONS)
-
     @torch.inference_mode(False)  # later calls may need gradients
     @torch.no_grad()
     def _solved(
@@ -306,16 +294,20 @@ class PathwisePosterior:
         model, likelihood = snapshot.model, snapshot.likelihood
         params, kwargs = self._params.current(model), self._params.current_kwargs(model)
         system = training_system(model, likelihood, params, self._products, kwargs)
+        # Factors of a batch count together.
+        is_exact = isinstance(self._solver, Cholesky) or system.operator.shape.numel() <= self._exact_below**2
         was_in_float64 = known is not None and known.system.operator.dtype == torch.float64
-        if was_in_float64 or self._needs_float64(system):
+        if was_in_float64 or is_exact or system.is_rounded(ROUNDING_IN_PREDICTIONS):
             system = system.in_float64()
         system = system.with_suited_products()
-        solver = prediction_solver(system) if self._solver is None else self._solver
+        solver = self._solver
+        if solver is None:
+            solver = Cholesky() if is_exact else prediction_solver(system)
         solves = TrainingSolves(
             system,
             solver,
             recipe=self._recipe,
-            exact_below=self._exact_below,
+            is_exact=is_exact or isinstance(solver, Cholesky),
             num_frequencies=self._num_frequencies,
             seed=self._seed,
             initial_weights=initial_weights,

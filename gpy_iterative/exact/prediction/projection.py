@@ -13,7 +13,9 @@ processes"; Sang and Huang 2012, "A full scale approximation of covariance funct
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from linear_operator import LinearOperator
@@ -27,7 +29,7 @@ from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.exact.prediction.local_part import LocalPart, Neighbours
 from gpy_iterative.linear_operators.extensions import far_field_error
-from gpy_iterative.linear_solvers.cholesky import ADVICE, CholeskyFactor
+from gpy_iterative.linear_solvers.cholesky import ADVICE
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
@@ -37,16 +39,23 @@ FAR_FIELD_RANKS, FAR_FIELD_ENTRIES = (64, 256), 2**24
 CHUNK = 4096
 
 
-@dataclass(frozen=True)
-class Projection:
+class Projection(ABC):
     """Predictive covariances. K(x, X) is [*batch, t, n] or one list [batch * t, n]."""
 
-    basis: Tensor  # A [*b, n, r], zero for unobserved data
     local: LocalPart | None  # None where A A^T = H^-1
+    dtype: torch.dtype
+
+    @abstractmethod
+    def _coefficients(self, test_train: LinearOperator) -> Tensor:
+        """A^T k_x, [*batch, t, r]."""
+
+    @abstractmethod
+    def numbers_per_point(self, test_train: LinearOperator) -> int:
+        """Memory for the variance of a point, in numbers."""
 
     def variance(self, prior_variance: Tensor, test_train: LinearOperator) -> Tensor:
         """var(x) [*batch, t] from k(x, x), never below its rounding error."""
-        test_train = blocks.converted(test_train, self.basis.dtype)
+        test_train = blocks.converted(test_train, self.dtype)
         coefficients = self._coefficients(test_train)
         # The two numbers may agree in almost all digits of float32.
         explained = torch.linalg.vector_norm(coefficients, dim=-1, dtype=torch.float64).square()
@@ -57,8 +66,9 @@ class Projection:
 
     def covariance(self, prior_covariance: Tensor, test_train: LinearOperator) -> Tensor:
         """The covariance [*batch, t, t], semi-definite up to rounding; its diagonal is `variance`."""
-        points, test_train = prior_covariance.shape[:-1], blocks.converted(test_train, self.basis.dtype)
-        coefficients = self._coefficients(test_train).reshape(*points, self.basis.shape[-1])
+        points, test_train = prior_covariance.shape[:-1], blocks.converted(test_train, self.dtype)
+        coefficients = self._coefficients(test_train)
+        coefficients = coefficients.reshape(*points, coefficients.shape[-1])
         exact = coefficients.double()
         covariance = prior_covariance.double() - exact @ exact.mT
         if self.local is not None and points.numel():
@@ -67,17 +77,44 @@ class Projection:
         raised = (_least_variance(least).double() - variance).clamp_min(0)
         return (covariance + torch.diag_embed(raised)).to(prior_covariance.dtype)
 
+
+@dataclass(frozen=True)
+class ExactProjection(Projection):
+    """All data: A = L^-T, from H = L L^T."""
+
+    lower: Tensor  # L [*b, m, m]
+    observed: Tensor | None = None  # [n]
+    local: ClassVar[None] = None
+    dtype: ClassVar[torch.dtype] = torch.float64
+
+    def _coefficients(self, test_train: LinearOperator) -> Tensor:
+        rows = blocks.dense(test_train).double()
+        columns = (rows if self.observed is None else rows[..., self.observed]).mT
+        solved = torch.linalg.solve_triangular(self.lower, blocks.as_columns(columns, self.lower), upper=False)
+        return blocks.from_columns(solved, columns).mT
+
+    def numbers_per_point(self, test_train: LinearOperator) -> int:
+        return 4 * test_train.shape[-1]
+
+
+@dataclass(frozen=True)
+class GalerkinProjection(Projection):
+    """A few projections, and neighbours."""
+
+    basis: Tensor  # A [*b, n, r], zero for unobserved data
+    local: LocalPart | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.basis.dtype
+
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
         basis = self.basis.to(test_train.dtype)
         if test_train.dim() > basis.dim() > 2:
             return blocks.rows_product(blocks.dense(test_train), basis)
         return blocks.product(test_train, basis)
 
-    @property
-    def is_exact(self) -> bool:
-        return self.local is None
-
-    def extended(self, operator: LinearOperator, rows: Tensor, observed: Tensor | None) -> "Projection | None":
+    def extended(self, operator: LinearOperator, rows: Tensor, observed: Tensor | None) -> "GalerkinProjection | None":
         """The incomplete projection with k new data, from their rows [*b, k, m] of H. Cost: n r k multiply-adds.
 
         With B = A^T H_Xf the new basis vectors are [-A B; I] L^-T, L L^T = H_ff - B^T B; None if L does not exist.
@@ -102,7 +139,7 @@ class Projection:
         local = LocalPart.of(
             operator, product, self.local.num_neighbours, observed, are_nearest=self.local.tree is not None
         )
-        return Projection(blocks.scatter_rows(basis, observed), local)
+        return GalerkinProjection(blocks.scatter_rows(basis, observed), local)
 
     def numbers_per_point(self, test_train: LinearOperator) -> int:
         rank, num_data = self.basis.shape[-1], test_train.shape[-1]
@@ -132,7 +169,7 @@ class ProjectionRecipe:
         return self.rank or rank, self.num_neighbours or NUM_NEIGHBOURS
 
     @torch.no_grad()
-    def build(self, operator: LinearOperator, observed: Tensor | None = None) -> Projection:
+    def build(self, operator: LinearOperator, observed: Tensor | None = None) -> GalerkinProjection:
         """The projection for H [*b, m, m] of the observed data.
 
         Cost per batch member: r kernel rows, one product with r columns, a few n r^2 multiply-adds, four blocks [n, r].
@@ -153,27 +190,7 @@ class ProjectionRecipe:
         if basis.shape[-1] < size:
             count, are_nearest = min(num_neighbours, size), _has_far_field(operator)
             local = LocalPart.of(operator, product, count, observed, are_nearest=are_nearest)
-        return Projection(blocks.scatter_rows(basis, observed), local)
-
-
-def exact_projection(factor: CholeskyFactor, observed: Tensor | None = None) -> Projection:
-    """The complete projection A = L^-T of a Cholesky factor."""
-    identity = torch.eye(factor.lower.shape[-1], dtype=factor.lower.dtype, device=factor.lower.device)
-    basis = factor.whiten(identity.expand(factor.lower.shape)).mT
-    return Projection(blocks.scatter_rows(basis, observed), None)
-
-
-def extended_exact_projection(known: Projection, factor: CholeskyFactor, observed: Tensor | None) -> Projection:
-    """Cost: 2 n^2 multiply-adds per new datum."""
-    size, lower = factor.lower.shape[-1], factor.lower
-    before = known.basis if observed is None else known.basis[..., observed[: known.basis.shape[-2]], :]
-    before = before.expand(*lower.shape[:-2], *before.shape[-2:])
-    count = size - before.shape[-1]
-    # L^-T is upper triangular: its old columns stay.
-    new = torch.eye(size, dtype=lower.dtype, device=lower.device)[:, size - count :]
-    added = torch.linalg.solve_triangular(lower.mT, new.expand(*lower.shape[:-1], count), upper=True)
-    basis = torch.cat([pad(before, (0, 0, 0, count)), added], dim=-1)
-    return Projection(blocks.scatter_rows(basis, observed), None)
+        return GalerkinProjection(blocks.scatter_rows(basis, observed), local)
 
 
 def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor]:

@@ -1,3 +1,4 @@
+import math
 import time
 from dataclasses import dataclass, replace
 
@@ -5,14 +6,16 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.exact.prediction.blocks import scatter_rows
+from gpy_iterative.errors import VarianceWarning, warn
+from gpy_iterative.exact.prediction.blocks import as_columns, from_columns, scatter_rows
 from gpy_iterative.exact.prediction.new_observations import has_grown_from, locally_corrected, new_rows, padded
 from gpy_iterative.exact.prediction.projection import (
+    ExactProjection,
+    GalerkinProjection,
     Projection,
     ProjectionRecipe,
-    exact_projection,
-    extended_exact_projection,
 )
+from gpy_iterative.exact.prediction.variance_error import VarianceError, lower_variance_error
 from gpy_iterative.exact.probes import RandomFeatures, frequency_draws
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
@@ -32,6 +35,8 @@ SOLVER, SAMPLE, NOISE = range(3)
 NOISE_PART, NOISE_NORM = 0.01, 0.3
 #: Least relative residual, also in machine epsilons per datum, of which float32 reaches .04.
 SMALLEST_TOLERANCE, EPSILONS_PER_DATUM = {torch.float32: 1e-4, torch.float64: 1e-6}, 0.06
+#: Median above which variances are warned of.
+LARGE_VARIANCE_ERROR = 0.1
 #: Largest growth of a projection's rank, as a factor.
 MAX_GROWTH = 2
 
@@ -105,7 +110,7 @@ class TrainingSolves:
         solver: Solver,
         *,
         recipe: ProjectionRecipe,
-        exact_below: int,
+        is_exact: bool,
         num_frequencies: int,
         seed: int,
         initial_weights: Tensor | None = None,
@@ -115,7 +120,7 @@ class TrainingSolves:
     ) -> None:
         self.system, self.solver = system, solver
         self._recipe, self._seed, self._progress = recipe, seed, progress
-        self._is_exact = isinstance(solver, Cholesky) or system.operator.shape[-1] <= exact_below
+        self._is_exact, self.is_checked = is_exact, is_exact
         self._lock = OwnLock()
         self._cholesky: CholeskyFactor | None = None
         self._projection: Projection | None = None
@@ -141,12 +146,11 @@ class TrainingSolves:
         factor, projection = known._cholesky, known._projection
         if self._is_exact and factor is not None:
             self._cholesky = factor.extended(new_rows(operator, size))
-            if self._cholesky is not None and projection is not None:
-                self._projection = extended_exact_projection(projection, self._cholesky, observed)
-        elif not self._is_exact and projection is not None and not projection.is_exact:
+        elif not self._is_exact and isinstance(projection, GalerkinProjection) and projection.local is not None:
             rank = projection.basis.shape[-1] + operator.shape[-1] - size
             if rank <= MAX_GROWTH * self._recipe.sizes_for(operator)[0]:
                 self._projection = projection.extended(operator, new_rows(operator, size), observed)
+                self.is_checked = known.is_checked
 
     @property
     def start(self) -> Tensor:
@@ -158,10 +162,31 @@ class TrainingSolves:
         system = self.system
         with self._lock:
             if self._projection is None and self._is_exact:
-                self._projection = exact_projection(self.cholesky(), system.observed)
+                self._projection = ExactProjection(self.cholesky().lower, system.observed)
             elif self._projection is None:
                 self._projection = self._recipe.build(system.operator, system.observed)
             return self._projection
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def check(self, variance: Tensor, prior_variance: Tensor, test_train: LinearOperator) -> None:
+        """Warns if the first variances [*batch, t] are far too large, by a few products at eight of them."""
+        if not self.is_checked and variance.numel():
+            self.is_checked = True
+            error = lower_variance_error(self.system, self.projection(), variance, prior_variance, test_train)
+            self.warn_of(error, "at least ")
+
+    def warn_of(self, error: VarianceError, bound: str = "") -> None:
+        """VarianceWarning if the error is large."""
+        if error.median > LARGE_VARIANCE_ERROR:
+            rank, neighbours = self._recipe.sizes_for(self.system.operator)
+            gigabytes = 3 * 8e-9 * self.system.operator.shape.numel()
+            warn(
+                f"Predictive variances are wrong by a factor of {bound}{math.exp(error.median):.2f} (median of "
+                f"{error.num_points}). Raise the posterior's rank (now {rank}) or num_neighbours (now {neighbours}), or "
+                f"take solver=gpi.solvers.Cholesky(), which is exact and needs {gigabytes:.1f} GB.",
+                VarianceWarning,
+            )
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -233,19 +258,3 @@ def _fitting(weights: Tensor | None, system: TrainingSystem) -> Tensor | None:
     if system.observed is not None and weights.shape[-1] == len(system.observed):
         weights = weights[..., system.observed]
     return weights.detach().to(system.residual) if weights.shape == system.residual.shape else None
-
-
-def as_columns(rhs: Tensor, operator: LinearOperator) -> Tensor:
-    """[*f, *k, m, s] to [*k, m, s * F], for one product with [*k, m, m]."""
-    extra = rhs.dim() - operator.dim()
-    if extra <= 0:
-        return rhs
-    return rhs.flatten(0, extra - 1).movedim(0, -1).flatten(-2)
-
-
-def from_columns(columns: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `as_columns`."""
-    extra = like.dim() - columns.dim()
-    if extra <= 0:
-        return columns
-    return columns.unflatten(-1, (like.shape[-1], -1)).movedim(-1, 0).reshape(like.shape)

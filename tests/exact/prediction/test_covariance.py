@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.exact.prediction.joint_prior import JointPrior
-from gpy_iterative.exact.prediction.projection import Projection
+from gpy_iterative.exact.prediction.projection import GalerkinProjection
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.solvers import ConjugateGradients
@@ -28,8 +28,11 @@ class Source:
     def __init__(self, basis: Tensor) -> None:
         self.basis = basis
 
-    def projection(self) -> Projection:
-        return Projection(self.basis, None)
+    def projection(self) -> GalerkinProjection:
+        return GalerkinProjection(self.basis, None)
+
+    def check(self, *args: Any) -> None:
+        """No training data to check with."""
 
 
 class TestPosteriorCovarianceConforms(LinearOperatorTestCase, unittest.TestCase):

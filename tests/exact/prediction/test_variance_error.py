@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
 from gpy_iterative.exact.prediction import variance_error
+from gpy_iterative.exact.prediction.projection import ExactProjection
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction import PathwisePosterior, VarianceError
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
@@ -51,7 +53,7 @@ def test_solves_that_miss_their_tolerance_warn(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(variance_error, "TOLERANCE", 1e-30)
     case = CASES["rbf"]()
     posterior = PathwisePosterior(case.model, case.likelihood, exact_below=0, solver=ConjugateGradients(), rank=5)
-    with pytest.warns(ConvergenceWarning, match=r"^The solve of variance_error \(tolerance 1e-30\) .*stagnated"):
+    with pytest.warns(ConvergenceWarning, match=r"^The solve of variance_error \(tolerance 1e-30\) ended"):
         posterior.variance_error(held_out_points(3))
 
 
@@ -77,9 +79,52 @@ def test_large_errors_warn_with_the_levers() -> None:
     posterior = PathwisePosterior(
         case.model, case.likelihood, exact_below=0, solver=ConjugateGradients(), rank=1, num_neighbours=1
     )
-    with pytest.warns(VarianceWarning, match="Raise rank"):
+    with pytest.warns(VarianceWarning, match=r"Raise the posterior's rank \(now 1\)"):
         error = posterior.variance_error(held_out_points(20))
     assert error.median > 0.25
+
+
+def far_too_few_projections(*, num_test: int) -> tuple[PathwisePosterior, Tensor, Tensor]:
+    """A posterior of rank 1, points, and |log ratio| of its variances."""
+    case, x = CASES["rbf"](), held_out_points(num_test)
+    case.likelihood.initialize(noise=1e-3)
+    posterior = PathwisePosterior(
+        case.model, case.likelihood, exact_below=0, solver=ConjugateGradients(), rank=1, num_neighbours=1
+    )
+    covariance = posterior.solves.projection().covariance  # asks nothing of the solves
+    joint = posterior._joint(*posterior._current(), [x])
+    variance = covariance(joint.test_test.to_dense(), joint.test_train).diagonal()
+    return posterior, x, (variance / dense(case, x)[1].diagonal()).log().detach()
+
+
+@pytest.mark.parametrize("ask", ["variance", "covariance_matrix"])
+def test_first_variances_are_checked_once(ask: str) -> None:
+    posterior, x, errors = far_too_few_projections(num_test=8)
+    factor = f"{float(errors.median().exp()):.2f}"
+    with pytest.warns(
+        VarianceWarning, match=rf"by a factor of at least {factor} \(median of 8\).*gpi.solvers.Cholesky"
+    ):
+        getattr(posterior(x), ask)
+    assert posterior(x[:3]).variance.isfinite().all()
+
+
+@pytest.mark.parametrize(("epochs", "share"), [(1, 0.5), (2, 0.8), (4, 0.98)])
+def test_early_ends_of_the_check_understate(epochs: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variance_error, "CHECK_EPOCHS", epochs)
+    posterior, x, errors = far_too_few_projections(num_test=8)
+    joint, solves = posterior._joint(*posterior._current(), [x]), posterior.solves
+    prior, projection = joint.test_test.diagonal(dim1=-2, dim2=-1), solves.projection()
+    variance = projection.variance(prior, joint.test_train)
+    found = variance_error.lower_variance_error(solves.system, projection, variance, prior, joint.test_train)
+    assert share * float(errors.median()) < found.median <= float(errors.median()) + 1e-9
+
+
+def test_factors_of_a_batch_count_together() -> None:
+    case = CASES["batch"]()
+    members, size = case.y.shape
+    for bound, is_exact in ((size, False), (int(members**0.5 * size) + 1, True)):
+        posterior = PathwisePosterior(case.model, case.likelihood, solver=ConjugateGradients(), exact_below=bound)
+        assert isinstance(posterior.solves.projection(), ExactProjection) is is_exact
 
 
 def test_default_settings_are_accurate() -> None:
