@@ -49,14 +49,14 @@ class PathwisePosterior:
 
     Construction solves for the mean. Variances are exact up to `exact_below` data; else those of the best predictor from
     `rank` projections of the data and `num_neighbours` observations per point, never below the exact ones. They cost once
-    `rank` kernel rows, one product with `rank` columns, n rank^2 multiply-adds.
+    `rank` kernel rows, one product with `rank` columns, n rank^2 multiply-adds, and twelve products for a check of eight.
 
     Changes of hyperparameters, data, dtype, device or a module's public numbers and strings (Matern's `nu`) cause one solve
     from the old weights. Calls are thread-safe, except with a module that only a closure holds.
 
     Args:
-        solver: None is `gpy_iterative.solvers.default_solver`, with a residual of at most .01 standard deviations of the
-            noise per datum.
+        solver: None is Cholesky up to `exact_below`, then `gpy_iterative.solvers.default_solver`, with a residual of at
+            most .01 standard deviations of the noise per datum.
         products, progress: as in `HutchinsonMarginalLogLikelihood`.
         generator: a generator or a seed for all draws; None is seed 0.
         params, kwargs: the likelihood's arguments, as in training; training inputs among them are updated.
@@ -64,7 +64,7 @@ class PathwisePosterior:
         rank: None is 1,024, or 64 to 256 with a far field.
         num_neighbours: None is 128.
         num_frequencies: per kernel term, for sample paths.
-        exact_below: largest n with variances from a Cholesky factor.
+        exact_below: largest n with variances from a Cholesky factor; for a batch of b, n b^1/2.
 
     Raises:
         ValueError, TypeError: invalid options, NaN in data, wrong shapes.
@@ -72,6 +72,7 @@ class PathwisePosterior:
 
     Warns:
         ConvergenceWarning: a solve missed its tolerance.
+        VarianceWarning: the first variances are more than 10% too large (median).
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)
@@ -206,7 +207,7 @@ class PathwisePosterior:
     def variance_error(self, *inputs: Tensor, num_points: int = 32) -> VarianceError:
         """The error of latent variances at `num_points` random test inputs of [*b, t, d].
 
-        Cost: one solve with num_points columns. VarianceWarning if the median |log ratio| is above .25.
+        Cost: one solve with num_points columns. VarianceWarning if the median |log ratio| is above .1.
         """
         snapshot, solves = self._current()
         points = checked_inputs(list(snapshot.model.train_inputs or ()), inputs)
@@ -300,9 +301,7 @@ class PathwisePosterior:
         if was_in_float64 or is_exact or system.is_rounded(ROUNDING_IN_PREDICTIONS):
             system = system.in_float64()
         system = system.with_suited_products()
-        solver = self._solver
-        if solver is None:
-            solver = Cholesky() if is_exact else prediction_solver(system)
+        solver = self._solver or (Cholesky() if is_exact else prediction_solver(system))
         solves = TrainingSolves(
             system,
             solver,

@@ -9,12 +9,7 @@ from torch import Tensor
 from gpy_iterative.errors import VarianceWarning, warn
 from gpy_iterative.exact.prediction.blocks import as_columns, from_columns, scatter_rows
 from gpy_iterative.exact.prediction.new_observations import has_grown_from, locally_corrected, new_rows, padded
-from gpy_iterative.exact.prediction.projection import (
-    ExactProjection,
-    GalerkinProjection,
-    Projection,
-    ProjectionRecipe,
-)
+from gpy_iterative.exact.prediction.projection import ExactProjection, GalerkinProjection, Projection, ProjectionRecipe
 from gpy_iterative.exact.prediction.variance_error import VarianceError, lower_variance_error
 from gpy_iterative.exact.probes import RandomFeatures, frequency_draws
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
@@ -180,11 +175,10 @@ class TrainingSolves:
         """VarianceWarning if the error is large."""
         if error.median > LARGE_VARIANCE_ERROR:
             rank, neighbours = self._recipe.sizes_for(self.system.operator)
-            gigabytes = 3 * 8e-9 * self.system.operator.shape.numel()
             warn(
                 f"Predictive variances are wrong by a factor of {bound}{math.exp(error.median):.2f} (median of "
                 f"{error.num_points}). Raise the posterior's rank (now {rank}) or num_neighbours (now {neighbours}), or "
-                f"take solver=gpi.solvers.Cholesky(), which is exact and needs {gigabytes:.1f} GB.",
+                f"take solver=gpi.solvers.Cholesky(): exact, {2.4e-8 * self.system.operator.shape.numel():.1f} GB.",
                 VarianceWarning,
             )
 

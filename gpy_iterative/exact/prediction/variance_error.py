@@ -38,24 +38,17 @@ class VarianceError:
 
 @torch.no_grad()
 def lower_variance_error(
-    system: TrainingSystem,
-    projection: Projection,
-    variance: Tensor,
-    prior_variance: Tensor,
-    test_train: LinearOperator,
+    system: TrainingSystem, projection: Projection, variance: Tensor, prior_variance: Tensor, test_train: LinearOperator
 ) -> VarianceError:
     """A lower bound of the error of variances [*batch, t] at evenly spread rows of K(x, X) [*batch, t, n]."""
     group, size = row_group(test_train), test_train.shape[-2]
     count = max(NUM_CHECKED // (group * test_train.batch_shape.numel()), 1)
     starts = {int(start) * group for start in torch.linspace(0, size // group - 1, count, device="cpu").round()}
     parts = [slice(start, start + group) for start in sorted(starts)]
-    variance, prior_variance = (
-        torch.cat([numbers[..., rows] for rows in parts], dim=-1) for numbers in (variance, prior_variance)
-    )
-    test_train = converted(test_train, projection.dtype)
-    rows = torch.cat([dense(row_block(test_train, rows)) for rows in parts], dim=-2)
+    variance, prior_variance = (torch.cat([v[..., part] for part in parts], -1) for v in (variance, prior_variance))
+    rows = torch.cat([dense(converted(row_block(test_train, part), projection.dtype)) for part in parts], -2)
     # A solve that stops early explains too little; so does the projection.
-    bound = solved_variance(system, projection, prior_variance, rows, max_epochs=CHECK_EPOCHS)
+    bound = solved_variance(system, projection, prior_variance, rows, CHECK_EPOCHS)
     return VarianceError.between(variance, bound.minimum(variance))
 
 
@@ -65,18 +58,14 @@ def solved_variance(
     projection: Projection,
     prior_variance: Tensor,
     test_train: Tensor,
-    *,
-    max_epochs: float | None = None,
+    budget: float = MAX_EPOCHS,
 ) -> Tensor:
-    """k(x, x) - k_x^T H^-1 k_x [*b, t] from one block solve; too large if it stops after `max_epochs`.
+    """k(x, x) - k_x^T H^-1 k_x [*b, t] from one block solve; too large if it stops after `budget` epochs.
 
     k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T R^+ k' for k' = k_x - H A A^T k_x and R = H - H A A^T H, which has far smaller
     eigenvalues than H. The tolerance is relative to k'.
     """
-    partial = isinstance(projection, GalerkinProjection) and (
-        projection.local is not None or projection.dtype != torch.float64
-    )
-    if not partial:  # k' is only rounding
+    if not isinstance(projection, GalerkinProjection) or projection.local is None:  # k' is only rounding
         return projection.variance(prior_variance, to_linear_operator(test_train))
     columns, basis = test_train.mT, projection.basis
     if system.observed is not None:
@@ -84,12 +73,9 @@ def solved_variance(
     like, columns = columns, as_columns(columns, system.operator)
     coefficients = basis.mT @ columns.to(basis.dtype)
     rest = columns - system.operator._matmul(basis @ coefficients)
-    operator = native_precision(system.operator)
-    if projection.local is not None:
-        operator = SumLinearOperator(operator, RootLinearOperator(projection.local.product) * -1)
-    solver = ConjugateGradients(tolerance=TOLERANCE, preconditioner=None, max_epochs=max_epochs or MAX_EPOCHS)
-    solution = solver.solve(operator, rest)
-    if solution.status is not SolveStatus.CONVERGED and max_epochs is None:
+    operator = SumLinearOperator(native_precision(system.operator), RootLinearOperator(projection.local.product) * -1)
+    solution = ConjugateGradients(tolerance=TOLERANCE, preconditioner=None, max_epochs=budget).solve(operator, rest)
+    if solution.status is not SolveStatus.CONVERGED and budget == MAX_EPOCHS:
         warn_of(f"The solve of variance_error (tolerance {TOLERANCE})", solution.status, solution.stats, rest.dtype)
     explained = coefficients.square().sum(-2) + ((rest + solution.residual) * solution.value).sum(-2)
     return prior_variance - from_columns(explained.unsqueeze(-2), like[..., :1, :]).squeeze(-2)
