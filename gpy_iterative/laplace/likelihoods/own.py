@@ -93,6 +93,11 @@ def _signs(labels: Tensor) -> Tensor:
     return 2 * labels - 1 if labels.is_floating_point() else 2 * labels.long() - 1
 
 
+def times_log_rate(counts: Tensor, log_rate: Tensor) -> Tensor:
+    """Their product; zero for no counts, also at a rate of zero (an exposure of zero)."""
+    return (counts * log_rate).masked_fill(counts == 0, 0.0)
+
+
 class PoissonLogLikelihood(_OneDimensionalLikelihood):
     """p(y | f) = Poisson(exp(f)); GPyTorch's `PoissonLikelihood` has the rate softplus(f)."""
 
@@ -106,7 +111,7 @@ class PoissonLogLikelihood(_OneDimensionalLikelihood):
         if not computes_as(self, PoissonLogLikelihood):
             return super().expected_log_prob(observations, function_dist, *args, **kwargs)
         mean, variance = function_dist.mean, function_dist.variance
-        return observations * mean - (mean + variance / 2).exp() - torch.lgamma(observations + 1)
+        return times_log_rate(observations, mean) - (mean + variance / 2).exp() - torch.lgamma(observations + 1)
 
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
@@ -117,7 +122,7 @@ class PoissonLogLikelihood(_OneDimensionalLikelihood):
         counts = observations.double()
         constant = torch.lgamma(counts + 1)
         return log_concave_marginal(
-            lambda f: counts * f - f.exp() - constant,
+            lambda f: times_log_rate(counts, f) - f.exp() - constant,
             lambda f: counts - f.exp(),
             function_dist.mean,
             function_dist.variance,

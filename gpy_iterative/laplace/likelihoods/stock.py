@@ -15,7 +15,7 @@ from torch.distributions import Beta, Normal, StudentT
 from torch.nn.functional import logsigmoid, softplus
 
 from gpy_iterative.laplace.likelihoods.curvature import SoftmaxCurvature
-from gpy_iterative.laplace.likelihoods.own import LogitBernoulliLikelihood, PoissonLogLikelihood
+from gpy_iterative.laplace.likelihoods.own import LogitBernoulliLikelihood, PoissonLogLikelihood, times_log_rate
 from gpy_iterative.training.likelihood_forms import FORMS, REFUSALS, LikelihoodForm
 
 _LABELS = (lambda _, y: (y == 0) | (y == 1), "labels must be 0 or 1 (for -1 and 1 pass (target + 1) / 2)")
@@ -99,7 +99,7 @@ def _poisson_softplus_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> 
 
 
 def _poisson_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    return y * f[:, 0] - f[:, 0].exp() - torch.lgamma(y + 1)
+    return times_log_rate(y, f[:, 0]) - f[:, 0].exp() - torch.lgamma(y + 1)
 
 
 def _negative_binomial_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:

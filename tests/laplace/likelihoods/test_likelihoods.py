@@ -308,6 +308,19 @@ def test_poisson_counts_of_any_size_have_finite_derivatives(latent: float) -> No
         assert torch.isfinite(derivative).all()
 
 
+def test_a_rate_of_zero_has_no_counts() -> None:
+    """As `forward` has it: where nothing is exposed, zero is certain."""
+    counts = torch.tensor([0.0, 2.0, 0.0]).double()
+    mean = torch.tensor([-math.inf, -math.inf, 0.3]).double()
+    latent = MultivariateNormal(mean, torch.eye(3, dtype=torch.float64))
+    likelihood = PoissonLogLikelihood()
+    pointwise = PointwiseLikelihood(likelihood, counts, 1)
+    torch.testing.assert_close(pointwise.log_prob(mean.unsqueeze(-1)), likelihood(mean).log_prob(counts))
+    for value in (likelihood.log_marginal(counts, latent), likelihood.expected_log_prob(counts, latent)):
+        assert value[:2].tolist() == [0.0, -math.inf]
+        assert -3 < value[2] < 0
+
+
 def test_several_functions_that_are_not_concave_need_fisher_information() -> None:
     register_curvature(Bent, lambda _, f, y: 0.1 * (y - f.sum(-1)).square(), log_concave=False, num_latents=2)
     bent = PointwiseLikelihood(Bent(), torch.tensor([0.1, -1.0]), 2)
