@@ -99,10 +99,28 @@ class Problem:
     def evaluated(self, f: Tensor, v: Tensor) -> "Iterate":
         joint = self.log_joint(f, v)
         if not math.isfinite(joint):
-            raise NonFiniteError(
-                f"The log density of {self.likelihood.name} is not finite: check targets, the prior's mean and outputscale."
-            )
+            raise self._non_finite(f)
         return Iterate(f, v, self.likelihood.gradient(self.by_point(f)).flatten(), joint)
+
+    def check_mean(self) -> None:
+        unknown = (~torch.isfinite(self.prior.mean)).nonzero()
+        if len(unknown):
+            index = tuple(unknown[0].tolist())
+            raise NonFiniteError(
+                f"The prior's mean is {float(self.prior.mean[index])} at datum {index[0]}: check the inputs and the mean's "
+                "parameters. If the mean has the logarithm of an exposure, leave out rows whose exposure is not above zero."
+            )
+
+    def _non_finite(self, f: Tensor) -> NonFiniteError:
+        latent = self.by_point(f)
+        unknown = (~torch.isfinite(self.likelihood.log_prob(latent))).nonzero()
+        where = (
+            f" at datum {int(unknown[0])} (latent value {latent[unknown[0]].flatten()[0]:.3g})" if len(unknown) else ""
+        )
+        return NonFiniteError(
+            f"The log density of {self.likelihood.name} is not finite{where}: check targets, the prior's mean and "
+            "outputscale."
+        )
 
 
 @dataclass(frozen=True)
@@ -218,7 +236,9 @@ class LaplaceSolver(ABC):
                 f"The initial solution is for latent values {tuple(initial_solution.latent.shape)}, the prior for "
                 f"{tuple(prior.mean.shape)}."
             )
-        return self._find_mode(Problem(prior, likelihood, initial_weights, initial_solution, generator, callback))
+        problem = Problem(prior, likelihood, initial_weights, initial_solution, generator, callback)
+        problem.check_mean()
+        return self._find_mode(problem)
 
     def _find_mode(self, problem: Problem) -> LaplaceSolution:
         start, steps = time.perf_counter(), self._step_solver(problem)

@@ -409,8 +409,17 @@ def test_numbers_that_are_not_finite() -> None:
     with pytest.raises(NonFiniteError, match="kernel matrix is not finite"):
         LaplaceCholesky().solve(replace(prior, operator=broken), likelihood)
     counts = case("poisson-log", n=10)
-    with pytest.raises(NonFiniteError, match="prior's mean"):
-        LaplaceNewton().solve(replace(counts.prior(), mean=prior.mean + 1000.0), counts.pointwise())
+    mean = prior.mean.clone()
+    mean[3] = 1000.0
+    with pytest.raises(NonFiniteError, match=r"not finite at datum 3 \(latent value 1e\+03\): .* the prior's mean"):
+        LaplaceNewton().solve(replace(counts.prior(), mean=mean), counts.pointwise())
+    mean[3] = 0.0
+    mean[4] = torch.zeros(()).log()  # of an exposure
+    for solver in (LaplaceNewton(), LaplaceCholesky()):
+        with pytest.raises(
+            NonFiniteError, match=r"mean is -inf at datum 4: .* leave out rows whose exposure is not above"
+        ):
+            solver.solve(replace(counts.prior(), mean=mean), counts.pointwise())
 
 
 def test_logit_is_what_it_says() -> None:
