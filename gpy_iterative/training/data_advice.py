@@ -76,14 +76,25 @@ def _constant_columns(model: Any) -> Iterator[str]:
     if inputs and all(x.shape[-2] > 1 and (x == x[..., :1, :]).all() for x in inputs):
         yield "All training inputs are equal, so the data determine no lengthscale: check the inputs."
         return
-    lengthscales = [getattr(module, "lengthscale", None) for module in model.modules()]
-    if not any(isinstance(lengthscale, Tensor) and lengthscale.shape[-1:] > (1,) for lengthscale in lengthscales):
-        return
     for x in inputs:
         columns = x.reshape(-1, x.shape[-1])
-        constant = (columns == columns[0]).all(0).nonzero().reshape(-1).tolist()
+        constant = set((columns == columns[0]).all(0).nonzero().reshape(-1).tolist())
+        constant &= _columns_with_lengthscales(model, x.shape[-1])
         if constant and len(columns) > 1:
-            yield f"The data cannot determine the lengthscale of a constant input: remove {_named(constant)}."
+            yield f"The data cannot determine the lengthscale of a constant input: remove {_named(sorted(constant))}."
+
+
+def _columns_with_lengthscales(model: Any, size: int) -> set[int]:
+    found: set[int] = set()
+    for module in model.modules():
+        lengthscale, dims = getattr(module, "lengthscale", None), getattr(module, "active_dims", None)
+        if not isinstance(lengthscale, Tensor) or lengthscale.shape[-1:] <= (1,):
+            continue
+        if dims is not None:
+            found.update(dims.tolist())
+        elif lengthscale.shape[-1] == size:  # else `forward` takes some columns, such as all but an exposure
+            found.update(range(size))
+    return found
 
 
 def _equal_components(model: Any) -> Iterator[str]:

@@ -147,6 +147,24 @@ def test_constant_columns() -> None:
         "The data cannot determine the lengthscale of a constant input: remove columns 2, 5 of the inputs."
     ]
     assert advice(x, y, ScaleKernel(RBFKernel())) == []  # all columns share a lengthscale
+    (sentence,) = advice(x, y, ScaleKernel(RBFKernel(ard_num_dims=3, active_dims=[0, 1, 2])))
+    assert "remove column 2 of the inputs" in sentence
+
+
+def test_constant_columns_that_the_kernel_does_not_see() -> None:
+    """Such as an exposure of one hour everywhere, which only the mean takes."""
+    x, y = standardised()
+    x = x.clone()
+    x[:, 2] = 1.0
+    assert advice(x, y, ScaleKernel(RBFKernel(ard_num_dims=2, active_dims=[0, 1]))) == []
+
+    class Exposed(Regression):
+        def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+            return gpytorch.distributions.MultivariateNormal(x[:, 2].log(), self.covar_module(x[:, :2]))
+
+    kernel = ScaleKernel(RBFKernel(ard_num_dims=2))
+    model = Exposed(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
+    assert advice_on(model, model.likelihood) == []
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
