@@ -125,7 +125,7 @@ class GalerkinSystem:
         direction = torch.cat([-self.transform @ known, known.new_ones(1)]) / pivot.sqrt()
         transform[:, rank] = direction
         self.transform = transform
-        return direction.unsqueeze(-1) * (direction @ (self.basis.actions.mT @ rhs))
+        return direction.unsqueeze(-1) * ((self.basis.actions @ direction) @ rhs)  # O(N (B + b)), not O(N B b)
 
     def compress(self, rhs: Tensor, rank: int) -> None:
         """Keeps the solution and the largest variance reductions in `rank` actions."""
