@@ -135,7 +135,7 @@ def ours(*, dataset: str, rows: int, seconds: float, max_rank: int) -> Outcome:
     """
     data = labelled(dataset, rows)
     clock = Clock(data, seconds)
-    solver = gpi.solvers.LaplaceNewton(max_rank=max_rank)
+    solver = gpi.solvers.LaplaceNewton(max_rank=max_rank, num_covariance_actions=0)
     classes, lengthscale = data.num_classes, start_lengthscale(data.train_x)
     part = slice(0, min(LEARNING_ROWS, len(data.train_x)))
     model = LaplaceClassifier(data.train_x[part], data.train_y[part], classes, lengthscale, solver=solver)

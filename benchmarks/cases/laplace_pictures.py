@@ -48,7 +48,7 @@ def uncertainty(path: Path) -> Path:
     for panel, rank in zip(panels, RANKS, strict=True):
         # One Newton step after the other would mix two effects: the mode is known, and actions are counted.
         weights = gpi.solvers.LaplaceCholesky().solve(*_problem(x, y)).value
-        solver = gpi.solvers.LaplaceNewton(max_inner=rank)
+        solver = gpi.solvers.LaplaceNewton(max_inner=rank, num_covariance_actions=0)
         model = BinaryModel(x, y, solver=solver).eval()
         posterior = model.posterior(initial_weights=weights)
         split = posterior.split_variance(grid)

@@ -40,7 +40,7 @@ class IterativeLaplaceGP(GP):
         train_targets: [n], of an integer dtype for a softmax, or multitask [n, C].
         likelihood: GPyTorch's, a registered one, or any with a smooth `log_prob` that factorises over points.
         num_latents: C, checked against `forward`.
-        solver: None is `LaplaceCholesky()` up to n C = 2,000, else `LaplaceNewton(num_covariance_actions=100)`.
+        solver: None is `LaplaceCholesky()` up to n C = 2,000, else `LaplaceNewton()`.
         seed: for sample paths, Monte Carlo predictions and covariance actions.
         num_refinements: of predictions, towards the variational approximation.
 

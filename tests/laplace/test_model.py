@@ -73,7 +73,7 @@ def test_posterior_is_the_dense_one(name: str, kind: str, solver: LaplaceNewton 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_split_of_the_variance(name: str, kind: str) -> None:
-    problem = case(name, n=30, kind=kind, solver=LaplaceNewton(max_rank=4, max_outer=200))
+    problem = case(name, n=30, kind=kind, solver=LaplaceNewton(max_rank=4, max_outer=200, num_covariance_actions=0))
     x = test_points()
     _, covariance = dense_posterior(problem, x)
     split = problem.model.eval().posterior_variance(x)
@@ -82,6 +82,53 @@ def test_split_of_the_variance(name: str, kind: str) -> None:
     torch.testing.assert_close(split.total, problem.model(x).variance, rtol=1e-6, atol=1e-7)
     assert split.computational.min() >= 0
     assert split.computational.max() > 0.01
+
+
+def map_of_counts(n: int, lengthscale: float) -> Case:
+    """Counts under a rough kernel, which many directions determine."""
+    problem = case("poisson-log", n=n)
+    kernel = gpytorch.kernels.MaternKernel(nu=1.5)
+    kernel.lengthscale = lengthscale
+    problem.model.covar_module = gpytorch.kernels.ScaleKernel(kernel).double()
+    return problem
+
+
+def dense_variance(problem: Case, latent: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[t], with the curvature exp(f) of counts at the mode f [n, 1]."""
+    with torch.no_grad():
+        size, joint = len(problem.x), problem.model.covar_module(torch.cat([problem.x, x])).to_dense()
+        factor = torch.linalg.cholesky(joint[:size, :size] + torch.diag(1 / latent.exp().flatten()))
+        known = torch.linalg.solve_triangular(factor, joint[:size, size:], upper=False)
+        return joint.diagonal()[size:] - known.square().sum(0)
+
+
+def test_predictions_take_the_covariance_actions_that_training_does_not() -> None:
+    problem, x = map_of_counts(150, 0.3), test_points()
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceNewton(), generator=0)
+    mll(problem.model(problem.x), problem.y)
+    assert mll.report is not None
+    assert mll.report.rank < 50
+    posterior = mll.posterior()
+    expected = dense_variance(problem, posterior.solution.latent, x)
+    torch.testing.assert_close(posterior(x).variance, expected, rtol=1e-4, atol=0)
+    narrow = problem.model.posterior(solver=LaplaceNewton(num_covariance_actions=0))
+    assert (narrow(x).variance / expected).mean() > 1.15
+
+
+def test_default_variances_of_many_counts_are_near_the_exact_ones() -> None:
+    problem, x = map_of_counts(2100, 0.22), test_points()
+    weights = problem.model.posterior(solver=LaplaceNewton(num_covariance_actions=0)).solution.value
+    posterior = problem.model.posterior(initial_weights=weights)  # without actions of Newton steps
+    ratio = posterior.moments(x)[1].flatten() / dense_variance(problem, posterior.solution.latent, x)
+    assert ratio.min() > 1
+    assert ratio.max() < 1.35
+
+
+def test_covariance_actions_left_unsaid_keep_to_their_memory() -> None:
+    found = [LaplaceNewton().for_predictions(size) for size in (3000, 160_000, 10**6)]
+    assert found == [LaplaceNewton(num_covariance_actions=count) for count in (400, 209, 100)]
+    assert LaplaceNewton(num_covariance_actions=0).for_predictions(3000) == LaplaceNewton(num_covariance_actions=0)
+    assert LaplaceCholesky().for_predictions(3000) == LaplaceCholesky()
 
 
 def test_a_large_term_does_not_hide_the_mathematical_variance() -> None:
@@ -261,7 +308,7 @@ def test_what_is_set_on_the_model_is_not_ignored() -> None:
     assert (model(x).mean - before).abs().max() > 0.01
     first = model.posterior()
     assert first.solution.inverse.actions.shape[-1] == 20
-    model.solver = LaplaceNewton(max_rank=2)
+    model.solver = LaplaceNewton(max_rank=2, num_covariance_actions=0)
     assert model.fit_mode().inverse.actions.shape[-1] <= 2
     second, paths = model.posterior(), model.sample_paths(2)(x)
     model.seed = 7
@@ -719,7 +766,8 @@ def test_questions_in_train_mode_change_no_mode_and_keep_what_they_found() -> No
 def test_the_posterior_of_the_mll_is_its_own() -> None:
     problem = case("poisson-log", n=15)
     model = LaplaceModel(problem.x, problem.y, Exposed())
-    mll = LaplaceMarginalLogLikelihood(model.likelihood, model, solver=LaplaceNewton(max_rank=3))
+    solver = LaplaceNewton(max_rank=3, num_covariance_actions=0)
+    mll = LaplaceMarginalLogLikelihood(model.likelihood, model, solver=solver)
     mll(model(problem.x), problem.y, torch.full_like(problem.y, 50.0))
     alone = mll.posterior()(test_points()).mean
     model.set_train_data(problem.x, problem.y)

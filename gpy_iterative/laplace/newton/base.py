@@ -191,6 +191,10 @@ class LaplaceSolver(ABC):
     @abstractmethod
     def _step_solver(self, problem: Problem) -> StepSolver: ...
 
+    def for_predictions(self, size: int) -> "LaplaceSolver":
+        """The solver of predictions from n C = `size` latent values: options left unsaid may differ there."""
+        return self
+
     def advice(self, solution: LaplaceSolution, dtype: torch.dtype) -> str:
         """Advice when the mode was not reached."""
         name = type(self).__name__

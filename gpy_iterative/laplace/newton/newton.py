@@ -6,7 +6,7 @@ Uncertainty", algorithms 1 to 3; docs/laplace.md lists differences.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -24,6 +24,8 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe
 from gpy_iterative.worker_threads import divided
 
 EXACT_LATENTS = 2000
+#: Default covariance actions of predictions: most, least, and bytes that allow those between.
+MOST_PREDICTED, LEAST_PREDICTED, PREDICTED_BYTES = 400, 100, 2**29
 #: Covariance actions: relative residual that draws new right-hand sides, number of products.
 REFINED, REFINED_DEPTH = 1e-3, 10
 #: Largest inner product of orthonormal actions.
@@ -44,7 +46,8 @@ class LaplaceNewton(LaplaceSolver):
             n C^2 k^2 + (C k)^3 / 3 multiply-adds; memory n k (n C k without a shared kernel) plus (C k)^2.
         max_rank: actions kept between Newton steps; each of max_rank + max_inner + num_covariance_actions takes 16 n C
             bytes.
-        num_covariance_actions: further actions at the mode, for the variance; ten products.
+        num_covariance_actions: further actions at the mode, for the variance; ten products. None is none in training, and
+            400 in predictions, or as many as 0.5 GB allow, at least 100.
 
     Other options: see `LaplaceSolver`; the default tolerance is 1e-5 (float32 kernels: 1e-3).
     """
@@ -53,7 +56,7 @@ class LaplaceNewton(LaplaceSolver):
     forcing: float = 0.1
     preconditioner: LowRankRecipe | None = None
     max_rank: int = 300
-    num_covariance_actions: int = 0
+    num_covariance_actions: int | None = None
 
     _tolerances: ClassVar[tuple[float, float]] = (1e-5, 1e-3)
     _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]] = (COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32)
@@ -65,24 +68,30 @@ class LaplaceNewton(LaplaceSolver):
         check_count("max_inner", self.max_inner)
         check_count("max_rank", self.max_rank)
         check_fraction("forcing", self.forcing)
-        check_count("num_covariance_actions", self.num_covariance_actions, least=0)
+        if self.num_covariance_actions is not None:
+            check_count("num_covariance_actions", self.num_covariance_actions, least=0)
         check_instance("preconditioner", self.preconditioner, LowRankRecipe, "RandomlyPivotedCholesky(rank=100)")
+
+    def for_predictions(self, size: int) -> LaplaceSolver:
+        if self.num_covariance_actions is not None:
+            return self
+        allowed = PREDICTED_BYTES // (16 * size)
+        return replace(self, num_covariance_actions=min(MOST_PREDICTED, max(LEAST_PREDICTED, allowed)))
 
     def _step_solver(self, problem: Problem) -> StepSolver:
         return _SubspaceSteps(problem, self)
 
 
-def default_laplace_solver(size: int, *, num_covariance_actions: int = 0) -> LaplaceSolver:
-    if size <= EXACT_LATENTS:
-        return LaplaceCholesky()
-    return LaplaceNewton(num_covariance_actions=num_covariance_actions)
+def default_laplace_solver(size: int) -> LaplaceSolver:
+    return LaplaceCholesky() if size <= EXACT_LATENTS else LaplaceNewton()
 
 
 class _SubspaceSteps(StepSolver):
     def __init__(self, problem: Problem, options: LaplaceNewton) -> None:
         self._problem, self._options = problem, options
         self._generator = torch.Generator().manual_seed(0) if problem.generator is None else problem.generator
-        capacity = min(options.max_rank, problem.prior.size) + options.max_inner + 2 + options.num_covariance_actions
+        self._num_further = options.num_covariance_actions or 0
+        capacity = min(options.max_rank, problem.prior.size) + options.max_inner + 2 + self._num_further
         self.basis = ActionBasis(problem.prior.size, capacity, problem.mean)
         self._factor: LatentFactor | None = None
         self._preconditioner: NewtonPreconditioner | None = None
@@ -111,8 +120,7 @@ class _SubspaceSteps(StepSolver):
         options, system = self._options, GalerkinSystem.of(self.basis, curvature)
         if not self.basis.count:  # a start at the mode
             self._solved(system, iterate, min(options.max_inner, options.max_rank))
-        if options.num_covariance_actions:
-            self._refine(system, curvature, options.num_covariance_actions)
+        self._refine(system, curvature, self._num_further)
         # without spare rows
         return Subspace(self.basis.actions.clone(), self.basis.images.clone(), system.transform)
 

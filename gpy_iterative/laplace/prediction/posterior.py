@@ -40,8 +40,6 @@ from gpy_iterative.training.training_system import check_has_data, check_inputs,
 logger = logging.getLogger(__name__)
 
 CHUNK_POINTS = 1024
-#: Of the default solver: few Newton steps leave much of the variance undetermined.
-COVARIANCE_ACTIONS = 100
 #: Relative size of negative variances from rounding.
 NEGATIVE_VARIANCE = 1e-6
 
@@ -241,9 +239,8 @@ class LaplacePosterior:
         return LaplaceFit(snapshot, inputs, targets, params, prior, distribution, is_single, *found)
 
     def _mode_solver(self, prior: LatentPrior) -> LaplaceSolver:
-        if self._solver is not None:
-            return self._solver
-        return default_laplace_solver(prior.size, num_covariance_actions=COVARIANCE_ACTIONS)
+        solver = default_laplace_solver(prior.size) if self._solver is None else self._solver
+        return solver.for_predictions(prior.size)
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self._seed)
