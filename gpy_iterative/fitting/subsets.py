@@ -14,7 +14,7 @@ from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
 from gpy_iterative.exact.hutchinson import HutchinsonMarginalLogLikelihood
 from gpy_iterative.fitting.choice import choose
 from gpy_iterative.fitting.coordinates import Coordinates
-from gpy_iterative.fitting.result import WIDEST, irrelevant_inputs
+from gpy_iterative.fitting.result import irrelevant_inputs
 from gpy_iterative.fitting.steps.average_information import AverageInformation
 from gpy_iterative.fitting.steps.points import Assessment
 from gpy_iterative.training.progress import Progress, check_progress, reporting
@@ -175,13 +175,13 @@ def _combined(optima: Tensor, information: Tensor) -> Tensor:
 
 
 def _noticed(found: Tensor, start: Tensor, information: Tensor, coordinates: Coordinates) -> Tensor:
-    """`found` [p] with large lengthscales of irrelevant inputs back towards `start`, where subsets just notice them.
+    """`found` [p] with large lengthscales of irrelevant inputs back towards `start`, where subsets notice them.
 
-    Far out, a lengthscale has no gradient by which more data could move it. Information [p, p] falls with the fourth power
-    of a large lengthscale.
+    There, the standard error of the logarithm is one. Far out, a lengthscale has no gradient by which more data could move
+    it. Information [p, p] falls with the fourth power of a large lengthscale.
     """
     irrelevant = irrelevant_inputs(coordinates, information)
     seen = information.diagonal().clamp_min(torch.finfo(information.dtype).tiny)
-    excess = -(WIDEST**2 * seen).log() / 4
+    excess = -seen.log() / 4
     excess = torch.where(torch.tensor([name in irrelevant for name in coordinates.names], device=CPU), excess, 0.0)
     return (found - excess).maximum(start).minimum(found)

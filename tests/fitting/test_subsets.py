@@ -59,8 +59,8 @@ def test_a_subset_of_all_is_the_fit_to_all() -> None:
         gpi.fitting.AverageInformation(HutchinsonMarginalLogLikelihood(each.likelihood, each.model)).point
         for each in (case, other)
     ]
-    assert points[1].value - points[0].value < 1
-    relevant = torch.arange(6) != 4  # the others, as the lengthscale that is just noticed has not gone to infinity
+    assert points[1].value - points[0].value < 1.5
+    relevant = torch.arange(6) != 4  # the others, as the lengthscale that is still noticed has not gone to infinity
     assert 2 < points[0].position[4] < points[1].position[4]
     torch.testing.assert_close(points[0].position[relevant], points[1].position[relevant], rtol=0.2, atol=0.3)
 
@@ -75,7 +75,7 @@ def test_optima_are_weighted_by_their_information(found: list[tuple[Tensor, Tens
     torch.testing.assert_close(position(case), expected.clamp(optima.amin(0), optima.amax(0)), rtol=1e-6, atol=1e-6)
 
 
-def test_irrelevant_inputs_of_subsets_are_just_noticed() -> None:
+def test_irrelevant_inputs_of_subsets_are_noticed() -> None:
     x, likelihood = torch.randn(80, 3, generator=torch.Generator().manual_seed(0)).double(), GaussianLikelihood()
     y = x[:, 0].sin() + 0.1 * torch.randn(80, generator=torch.Generator().manual_seed(1)).double()
     model = Regression(x, y, likelihood, kernels.MaternKernel(nu=1.5, ard_num_dims=3)).double()
@@ -91,7 +91,7 @@ def test_irrelevant_inputs_of_subsets_are_just_noticed() -> None:
     assert (near[1:] < far[1:] / 3).all()
     for number in (1, 2):
         assert 0.01 < information[f"covar_module.lengthscale[{number}]"] < 1
-    assert best - optimiser.point.value < 1
+    assert best - optimiser.point.value < 1.5
     torch.testing.assert_close(near[0], far[0], rtol=0.2, atol=0)
 
 

@@ -49,7 +49,7 @@ class PathwisePosterior:
 
     Construction solves for the mean. Variances are exact up to `exact_below` data; else those of the best predictor from
     `rank` projections of the data and `num_neighbours` observations per point, never below the exact ones. They cost once
-    `rank` kernel rows, one product with `rank` columns, n rank^2 multiply-adds, and twelve products for a check of eight.
+    `rank` kernel rows, one product with `rank` columns, n rank^2 multiply-adds, and 4 to 12 products for a check of eight.
 
     Changes of hyperparameters, data, dtype, device or a module's public numbers and strings (Matern's `nu`) cause one solve
     from the old weights. Calls are thread-safe, except with a module that only a closure holds.

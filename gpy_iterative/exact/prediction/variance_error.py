@@ -14,8 +14,8 @@ from gpy_iterative.training.training_system import TrainingSystem
 
 #: Relative residual; the variance's error is of second order in it.
 TOLERANCE, MAX_EPOCHS = 1e-3, 1000
-#: Points and products of the check of first variances, for a quarter of the projection's time.
-NUM_CHECKED, CHECK_EPOCHS = 8, 12
+#: Points of the check of first variances; least and most products, and projections that are worth one.
+NUM_CHECKED, CHECK_EPOCHS, RANK_PER_EPOCH = 8, (4, 12), 64
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,10 @@ def lower_variance_error(
     variance, prior_variance = (torch.cat([v[..., part] for part in parts], -1) for v in (variance, prior_variance))
     rows = torch.cat([dense(converted(row_block(test_train, part), projection.dtype)) for part in parts], -2)
     # A solve that stops early explains too little; so does the projection.
-    bound = solved_variance(system, projection, prior_variance, rows, CHECK_EPOCHS)
+    least, most = CHECK_EPOCHS
+    rank = projection.basis.shape[-1] if isinstance(projection, GalerkinProjection) else 0
+    budget = min(max(rank // RANK_PER_EPOCH, least), most)
+    bound = solved_variance(system, projection, prior_variance, rows, budget)
     return VarianceError.between(variance, bound.minimum(variance))
 
 

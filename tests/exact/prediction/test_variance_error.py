@@ -110,7 +110,7 @@ def test_first_variances_are_checked_once(ask: str) -> None:
 
 @pytest.mark.parametrize(("epochs", "share"), [(1, 0.5), (2, 0.8), (4, 0.98)])
 def test_early_ends_of_the_check_understate(epochs: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variance_error, "CHECK_EPOCHS", epochs)
+    monkeypatch.setattr(variance_error, "CHECK_EPOCHS", (epochs, epochs))
     posterior, x, errors = far_too_few_projections(num_test=8)
     joint, solves = posterior._joint(*posterior._current(), [x]), posterior.solves
     prior, projection = joint.test_test.diagonal(dim1=-2, dim2=-1), solves.projection()
