@@ -5,8 +5,8 @@ from itertools import pairwise
 
 #: Nats: hyperparameters are within a third of their standard errors of the optimum.
 LEFT = 0.05
-#: Nats of noise per hyperparameter. As much may be left by the gradient: together .45 of its standard error.
-NOISE = 0.05
+#: Nats of noise per hyperparameter: .45 of its standard error.
+NOISE = 0.1
 #: Steps without visible gain, nats left near the end, standard errors of a clear difference, a fall of the nats left.
 DROWNED, NEAR, CLEAR, FALL = 2, 5.0, 3.0, 0.9
 #: Of Adam: steps without gain, steps that smooth the value, gains by which smoothed values differ.

@@ -4,11 +4,9 @@ import math
 from collections.abc import Callable
 
 import gpytorch
-import numpy as np
 import torch
 from gpytorch.distributions import MultivariateNormal
 from linear_operator import to_dense
-from scipy.optimize import minimize
 from torch import Tensor
 
 import gpy_iterative as gpi
@@ -94,21 +92,6 @@ def dense_optimum(mll: gpytorch.mlls.MarginalLogLikelihood) -> float:
     value = dense_value(mll)
     assert math.isfinite(value)
     return value
-
-
-def bounded_optimum(mll: gpytorch.mlls.MarginalLogLikelihood, width: float = 5.0) -> float:
-    """The same in a box of this half-width around where the mll is: L-BFGS may send free lengthscales to infinity."""
-    exact, coordinates = gpytorch.mlls.ExactMarginalLogLikelihood(mll.likelihood, mll.model), Coordinates(mll)
-    start, size = coordinates.read(), len(mll.model.train_targets)
-
-    def loss(position: np.ndarray) -> tuple[float, np.ndarray]:
-        coordinates.write(torch.from_numpy(position))
-        total = size * exact(mll.model(*mll.model.train_inputs), mll.model.train_targets)
-        return -total.item(), -coordinates.gradient(total).numpy()
-
-    low, high = coordinates.lower.maximum(start - width), coordinates.upper.minimum(start + width)
-    bounds = list(zip(low.tolist(), high.tolist(), strict=True))
-    return -float(minimize(loss, start.numpy(), jac=True, method="L-BFGS-B", bounds=bounds).fun)
 
 
 def climb(module: torch.nn.Module, evaluate: Callable[[], Tensor], **options: float) -> None:
