@@ -83,27 +83,29 @@ class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):
     def _diagonal(self) -> Tensor:
         projection = self.source.projection()
         prior_variance = self._prior(projection).diagonal(dim1=-2, dim2=-1)
+        flat = prior_variance.reshape(self.test_train.shape[:-1])
+        variance = self._variance(projection, flat)
+        self.source.check(variance, flat, self.test_train)
+        return variance.reshape(prior_variance.shape).to(self.dtype)
+
+    def _variance(self, projection: Projection, prior_variance: Tensor) -> Tensor:
+        """[*batch, t] for K(x, X) [*batch, t, n], some points at a time."""
         size, length = self.test_train.shape[-2], self._chunk_length(projection)
-        flat = prior_variance.reshape(*self.test_train.batch_shape, size)
         if size <= length:
-            variance = projection.variance(flat, self.test_train)
-            self.source.check(variance, flat, self.test_train)
-            return variance.reshape(prior_variance.shape).to(self.dtype)
+            return projection.variance(prior_variance, self.test_train)
         parts = []
         with reporting(self.progress, "variances", "points", size) as tell:
             for start in range(0, size, length):
                 rows = slice(start, min(start + length, size))
-                parts.append(projection.variance(flat[..., rows], row_block(self.test_train, rows)))
+                parts.append(projection.variance(prior_variance[..., rows], row_block(self.test_train, rows)))
                 tell(rows.stop, {})
-        variance = torch.cat(parts, dim=-1)
-        self.source.check(variance, flat, self.test_train)
-        return variance.reshape(prior_variance.shape).to(self.dtype)
+        return torch.cat(parts, dim=-1)
 
     def _evaluated(self) -> Tensor:
         projection = self.source.projection()
         prior = self._prior(projection).to_dense()
         covariance = projection.covariance(prior, self.test_train)
-        flat = (*self.test_train.batch_shape, self.test_train.shape[-2])
+        flat = self.test_train.shape[:-1]
         self.source.check(*(c.diagonal(dim1=-2, dim2=-1).reshape(flat) for c in (covariance, prior)), self.test_train)
         return covariance.to(self.dtype)
 

@@ -29,7 +29,7 @@ from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.exact.prediction.local_part import LocalPart, Neighbours
 from gpy_iterative.linear_operators.extensions import far_field_error
-from gpy_iterative.linear_solvers.cholesky import ADVICE
+from gpy_iterative.linear_solvers.cholesky import ADVICE, CholeskyFactor
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
@@ -82,16 +82,15 @@ class Projection(ABC):
 class ExactProjection(Projection):
     """All data: A = L^-T, from H = L L^T."""
 
-    lower: Tensor  # L [*b, m, m]
+    factor: CholeskyFactor  # L [*b, m, m]
     observed: Tensor | None = None  # [n]
     local: ClassVar[None] = None
     dtype: ClassVar[torch.dtype] = torch.float64
 
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
-        rows = blocks.dense(test_train).double()
+        rows = blocks.dense(test_train)
         columns = (rows if self.observed is None else rows[..., self.observed]).mT
-        solved = torch.linalg.solve_triangular(self.lower, blocks.as_columns(columns, self.lower), upper=False)
-        return blocks.from_columns(solved, columns).mT
+        return blocks.from_columns(self.factor.whiten(blocks.as_columns(columns, self.factor.lower)), columns).mT
 
     def numbers_per_point(self, test_train: LinearOperator) -> int:
         return 4 * test_train.shape[-1]

@@ -157,7 +157,7 @@ class TrainingSolves:
         system = self.system
         with self._lock:
             if self._projection is None and self._is_exact:
-                self._projection = ExactProjection(self.cholesky().lower, system.observed)
+                self._projection = ExactProjection(self.cholesky(), system.observed)
             elif self._projection is None:
                 self._projection = self._recipe.build(system.operator, system.observed)
             return self._projection

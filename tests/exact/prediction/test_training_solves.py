@@ -60,7 +60,7 @@ def test_exact_projections_grow_exactly() -> None:
         posterior = posterior.condition_on_observations(x[row], torch.zeros(2))
     solves = posterior.solves
     wanted = Cholesky().factorize(solves.system.operator).lower
-    torch.testing.assert_close(solves.projection().lower, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(solves.projection().factor.lower, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("solver", [Cholesky(), ConjugateGradients()])
