@@ -116,7 +116,8 @@ class CurvatureLoop(Loop):
         return self._steps
 
     def advance(self) -> FitStatus | None:
-        found = self._assess()
+        is_last = self._steps >= self.max_steps
+        found, is_new = self._assess(is_last=is_last)
         limit = _noise_limit(found)
         if has_converged(found.left, found.noise) and not found.curvature.is_rough:
             is_settled = found.noise <= limit or self._has_raised
@@ -130,8 +131,9 @@ class CurvatureLoop(Loop):
                 self._last = None
                 self._assess()
             return self._ended(self._settle(), limit)
-        if self._steps >= self.max_steps:
-            self._settle()
+        if is_last:
+            if is_new:
+                self._settle()
             return FitStatus.BUDGET
         self._last, self._assessed = self._optimiser.step(), None
         if self._last is None:
@@ -149,16 +151,20 @@ class CurvatureLoop(Loop):
         is_optimum = has_converged(found.left, found.noise) and found.noise <= limit
         return FitStatus.CONVERGED if is_optimum else FitStatus.NOISE
 
-    def _assess(self) -> Assessment:
-        start = time.perf_counter()
-        point, found = self._optimiser.point, self._optimiser.assess()
+    def _assess(self, *, is_last: bool = False) -> tuple[Assessment, bool]:
+        """Adds a row; also whether the curvature is this point's: far from the end the last point needs none of its own."""
+        start, point = time.perf_counter(), self._optimiser.point
+        found = self._optimiser.estimate() if is_last else None
+        is_new = found is None or found.left - CLEAR * found.noise < NEAR * _noise_limit(found)
+        if is_new:
+            found = self._optimiser.assess()
         evaluated = point.epochs if self._last is None else self._last.epochs
         self._assessed = found
         if self._is_best(point, found):
             self._best = found.left, point.value, point.error, point.position
         self._seen.append(self._last is None or _is_visible(self._last, found))
         self.history.append(self._row(point, found, found.curvature.epochs + evaluated, time.perf_counter() - start))
-        return found
+        return found, is_new
 
     def _is_best(self, point: Point, found: Assessment) -> bool:
         """By its value where that differs clearly: on a plateau little seems left to gain."""

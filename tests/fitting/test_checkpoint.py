@@ -1,6 +1,7 @@
 """The file that a fit goes on from."""
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,6 +44,18 @@ def test_a_resumed_fit_is_the_same(method: Any, solver: gpi.solvers.Solver | Non
     told = lambda result: [(row.step, row.value, row.left_to_gain, row.step_length) for row in result.history]
     assert told(resumed) == told(expected)
     assert resumed.status is expected.status
+
+
+def test_a_budget_that_is_called_again_ends_alike_and_goes_on_when_raised(tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    whole, first, again, raised = (regression(100, solver=ITERATIVE) for _ in range(4))
+    ends = [quiet(mll, max_steps=1, checkpoint=file) for mll in (first, again)]
+    # By the curvature before the last step, which is in the file.
+    told = lambda result: [replace(row, seconds=0.0) for row in result.history]
+    assert told(ends[0]) == told(ends[1])
+    assert ends[0].hyperparameters == ends[1].hyperparameters
+    assert told(quiet(raised, max_steps=3, checkpoint=file)) == told(quiet(whole, max_steps=3))
+    assert all(map(torch.equal, whole.parameters(), raised.parameters()))
 
 
 def test_a_resumed_fit_keeps_its_raised_probes(tmp_path: Path) -> None:

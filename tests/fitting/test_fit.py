@@ -153,6 +153,34 @@ def test_budget() -> None:
     assert "max_steps" in result.status.advice
 
 
+def test_the_last_point_of_a_budget_far_from_the_end_needs_no_curvature_of_its_own() -> None:
+    mll, other = (regression(100, solver=ITERATIVE) for _ in range(2))
+    result = quiet(mll, max_steps=1)
+    optimiser = gpi.fitting.AverageInformation(other)
+    before = optimiser.assess().curvature.matrix
+    optimiser.step()
+    gradient = optimiser.point.gradient
+    left = float(0.5 * gradient @ torch.linalg.solve(before, gradient))
+    assert result.status is FitStatus.BUDGET
+    assert result.history[-1].left_to_gain == pytest.approx(left, rel=1e-3)
+    assert 5 < left != pytest.approx(optimiser.assess().left, rel=1e-3)
+    assert result.history[-1].noise > 0
+    errors = torch.tensor([each.standard_error for each in result.hyperparameters])
+    assert torch.isfinite(errors).all()
+    # Predictions begin with the last solve.
+    states = [each.training_state() for each in (mll, optimiser.mll)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_the_last_point_of_a_budget_near_the_end_has_a_curvature_of_its_own() -> None:
+    whole = quiet(regression(100, solver=ITERATIVE))
+    assert whole.status is FitStatus.CONVERGED
+    result = quiet(regression(100, solver=ITERATIVE), max_steps=whole.steps)
+    assert result.status is FitStatus.CONVERGED
+    assert result.history[-1] == replace(whole.history[-1], seconds=result.history[-1].seconds)
+
+
 def test_bound() -> None:
     x, _ = data(60)
     mll = regression(60)
@@ -273,8 +301,8 @@ def test_the_history_counts_the_epochs_of_trials_that_were_undone(monkeypatch: p
     assert (len(loop.history), len(evaluated)) == (3, 4)
     counted = [each.estimate.stats.epochs for each in evaluated]
     found = [row.epochs or 0.0 for row in loop.history]
-    curvature = 1.0  # one block solve at each point, at this size in one epoch
-    assert found == [counted[0] + curvature, counted[1] + curvature, sum(counted[2:]) + curvature]
+    curvature = 1.0  # one block solve at each point but the last, at this size in one epoch
+    assert found == [counted[0] + curvature, counted[1] + curvature, sum(counted[2:])]
     assert f"{found[2]:.1f} epochs" in str(loop.history[2])
 
 

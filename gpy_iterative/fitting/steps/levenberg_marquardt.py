@@ -94,6 +94,10 @@ class LevenbergMarquardt(ABC):
             self._assessment = self._assessed(self.point)
         return self._assessment
 
+    def estimate(self) -> Assessment | None:
+        """Nats left to gain without a new curvature; None if that would save nothing."""
+        return None
+
     def settle(self) -> Assessment:
         """`assess()` by a curvature that gives standard errors."""
         return self.assess()
