@@ -115,7 +115,7 @@ class TrainingSolves:
     ) -> None:
         self.system, self.solver = system, solver
         self._recipe, self._seed, self._progress = recipe, seed, progress
-        self._is_exact, self.is_checked = is_exact, is_exact
+        self._is_exact, self.is_checked = is_exact, False
         self._lock = OwnLock()
         self._cholesky: CholeskyFactor | None = None
         self._projection: Projection | None = None
@@ -166,9 +166,10 @@ class TrainingSolves:
     @torch.no_grad()
     def check(self, variance: Tensor, prior_variance: Tensor, test_train: LinearOperator) -> None:
         """Warns if the first variances [*batch, t] are far too large, by a few products at eight of them."""
-        if not self.is_checked and variance.numel():
+        projection = self.projection()
+        if isinstance(projection, GalerkinProjection) and not self.is_checked and variance.numel():
             self.is_checked = True
-            error = lower_variance_error(self.system, self.projection(), variance, prior_variance, test_train)
+            error = lower_variance_error(self.system, projection, variance, prior_variance, test_train)
             self.warn_of(error, "at least ")
 
     def warn_of(self, error: VarianceError, bound: str = "") -> None:

@@ -13,7 +13,7 @@ from gpy_iterative.linear_solvers.solution import SolveStatus, warn_of
 from gpy_iterative.training.training_system import TrainingSystem
 
 #: Relative residual; the variance's error is of second order in it.
-TOLERANCE, MAX_EPOCHS = 1e-3, 1000
+TOLERANCE, MAX_EPOCHS = 1e-3, 1000.0
 #: Points of the check of first variances; least and most products, and projections that are worth one.
 NUM_CHECKED, CHECK_EPOCHS, RANK_PER_EPOCH = 8, (4, 12), 64
 
@@ -38,7 +38,11 @@ class VarianceError:
 
 @torch.no_grad()
 def lower_variance_error(
-    system: TrainingSystem, projection: Projection, variance: Tensor, prior_variance: Tensor, test_train: LinearOperator
+    system: TrainingSystem,
+    projection: GalerkinProjection,
+    variance: Tensor,
+    prior_variance: Tensor,
+    test_train: LinearOperator,
 ) -> VarianceError:
     """A lower bound of the error of variances [*batch, t] at evenly spread rows of K(x, X) [*batch, t, n]."""
     group, size = row_group(test_train), test_train.shape[-2]
@@ -49,9 +53,8 @@ def lower_variance_error(
     rows = torch.cat([dense(converted(row_block(test_train, part), projection.dtype)) for part in parts], -2)
     # A solve that stops early explains too little; so does the projection.
     least, most = CHECK_EPOCHS
-    rank = projection.basis.shape[-1] if isinstance(projection, GalerkinProjection) else 0
-    budget = min(max(rank // RANK_PER_EPOCH, least), most)
-    bound = solved_variance(system, projection, prior_variance, rows, budget)
+    enough = min(max(projection.basis.shape[-1] // RANK_PER_EPOCH, least), most)
+    bound = solved_variance(system, projection, prior_variance, rows, enough)
     return VarianceError.between(variance, bound.minimum(variance))
 
 
@@ -61,9 +64,9 @@ def solved_variance(
     projection: Projection,
     prior_variance: Tensor,
     test_train: Tensor,
-    budget: float = MAX_EPOCHS,
+    enough: float | None = None,
 ) -> Tensor:
-    """k(x, x) - k_x^T H^-1 k_x [*b, t] from one block solve; too large if it stops after `budget` epochs.
+    """k(x, x) - k_x^T H^-1 k_x [*b, t] from one block solve; too large if it ends after `enough` epochs.
 
     k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T R^+ k' for k' = k_x - H A A^T k_x and R = H - H A A^T H, which has far smaller
     eigenvalues than H. The tolerance is relative to k'.
@@ -77,8 +80,9 @@ def solved_variance(
     coefficients = basis.mT @ columns.to(basis.dtype)
     rest = columns - system.operator._matmul(basis @ coefficients)
     operator = SumLinearOperator(native_precision(system.operator), RootLinearOperator(projection.local.product) * -1)
-    solution = ConjugateGradients(tolerance=TOLERANCE, preconditioner=None, max_epochs=budget).solve(operator, rest)
-    if solution.status is not SolveStatus.CONVERGED and budget == MAX_EPOCHS:
+    solver = ConjugateGradients(tolerance=TOLERANCE, preconditioner=None, max_epochs=enough or MAX_EPOCHS)
+    solution = solver.solve(operator, rest)
+    if solution.status is not SolveStatus.CONVERGED and enough is None:
         warn_of(f"The solve of variance_error (tolerance {TOLERANCE})", solution.status, solution.stats, rest.dtype)
     explained = coefficients.square().sum(-2) + ((rest + solution.residual) * solution.value).sum(-2)
     return prior_variance - from_columns(explained.unsqueeze(-2), like[..., :1, :]).squeeze(-2)
