@@ -106,6 +106,7 @@ class CurvatureLoop(Loop):
         self.method = optimiser.method
         self._optimiser = optimiser
         self._steps, self._has_raised = 0, False
+        self._lefts: list[float] = []
         self._seen: list[bool] = []
         self._best: tuple[float, float, float, Tensor] | None = None  # nats left, value, error, position
         self._last: Step | None = None
@@ -125,7 +126,7 @@ class CurvatureLoop(Loop):
                 return self._ended(found, limit)
             self._has_raised, self._last, self._best = True, None, None
             return None
-        if is_drowned([row.left_to_gain or 0.0 for row in self.history], self._seen, limit, found.noise):
+        if is_drowned(self._lefts, self._seen, limit, found.noise):
             if self._best is not None and not torch.equal(self._best[-1], self._optimiser.point.position):
                 self._optimiser.go_to(self._best[-1])
                 self._last = None
@@ -162,6 +163,7 @@ class CurvatureLoop(Loop):
         self._assessed = found
         if self._is_best(point, found):
             self._best = found.left, point.value, point.error, point.position
+        self._lefts.append(found.left)
         self._seen.append(self._last is None or _is_visible(self._last, found))
         self.history.append(self._row(point, found, found.curvature.epochs + evaluated, time.perf_counter() - start))
         return found, is_new
@@ -182,18 +184,19 @@ class CurvatureLoop(Loop):
         found, last = self._optimiser.settle(), self.history[-1]
         if found is not known:
             epochs, seconds = found.curvature.epochs + (last.epochs or 0.0), last.seconds + time.perf_counter() - start
-            self.history[-1] = replace(last, left_to_gain=found.left, noise=found.noise, epochs=epochs, seconds=seconds)
+            left, noise = found.expected()
+            self.history[-1] = replace(last, left_to_gain=left, noise=noise, epochs=epochs, seconds=seconds)
         self._assessed = found
         return found
 
     def _row(self, point: Point, found: Assessment, epochs: float, seconds: float) -> HistoryRow:
-        last = self._last
+        last, (left, noise) = self._last, found.expected()
         return HistoryRow(
             step=self._steps,
             value=point.per_datum[0],
             value_sem=point.per_datum[1],
-            left_to_gain=found.left,
-            noise=found.noise,
+            left_to_gain=left,
+            noise=noise,
             step_length=0.0 if last is None else last.length,
             epochs=epochs,
             seconds=seconds + (0.0 if last is None else last.seconds),
@@ -204,6 +207,7 @@ class CurvatureLoop(Loop):
         own = {
             "steps": self._steps,
             "has_raised": self._has_raised,
+            "lefts": self._lefts,
             "seen": self._seen,
             "last": last,
             "best": self._best,
@@ -211,7 +215,8 @@ class CurvatureLoop(Loop):
         return {**own, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._steps, self._has_raised, self._seen = state["steps"], state["has_raised"], state["seen"]
+        self._steps, self._has_raised = state["steps"], state["has_raised"]
+        self._lefts, self._seen = state["lefts"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]
         self._optimiser.load_state(state)

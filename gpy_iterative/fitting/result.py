@@ -23,7 +23,7 @@ class HistoryRow:
     Attributes:
         step: 0 is the start.
         value: log marginal likelihood per datum (mean over a batch).
-        left_to_gain: nats in total; None for Adam.
+        left_to_gain: nats in total, with those that the probes hide; None for Adam.
         noise: error of `left_to_gain` from probe noise, in nats; None for Adam.
         step_length: largest move of a coordinate, in log units for positive parameters.
         epochs: passes over the kernel matrix since the last row; None if not counted.

@@ -16,7 +16,10 @@ PATIENCE, SMOOTHED, STEADY = 20, 10, 2.0
 class FitStatus(Enum):
     """How a fit ended; `.advice` says what to do."""
 
-    CONVERGED = "Nothing is left to gain: the hyperparameters are at an optimum of the log marginal likelihood."
+    CONVERGED = (
+        "Further steps gain nothing: the hyperparameters are at an optimum of the log marginal likelihood, to within the "
+        "nats left."
+    )
     NOISE = (
         "The noise of the probes (or of mini-batches), or rounding, hides what further steps gain. The hyperparameters are "
         "good to within the nats left. More probes (num_probes), larger batches or float64 go further."

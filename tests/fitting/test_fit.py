@@ -199,6 +199,27 @@ def test_noise() -> None:
     assert mll.probes.num_probes == 1
 
 
+@pytest.mark.slow
+def test_the_nats_left_are_those_of_the_function_without_probes() -> None:
+    """The same probes in all steps hide as much as their noise."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(200, 2, generator=generator, dtype=torch.float64)
+    noise = 0.3 * torch.randn(200, generator=generator, dtype=torch.float64)
+    y = torch.sin(9 * x[:, 0]) * torch.cos(9 * x[:, 1]) + noise
+    told, errors, true = [], [], []
+    for seed in range(12):
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=2))
+        model = Regression(x, y, likelihood, kernel).double()
+        make = gpi.mlls.HutchinsonMarginalLogLikelihood
+        last = quiet(make(likelihood, model, solver=ITERATIVE, probes="rademacher", generator=seed)).history[-1]
+        told.append(last.left_to_gain)
+        errors.append(last.noise)
+        true.append(gpi.fitting.AverageInformation(make(likelihood, model)).assess().left)  # exact at this size
+    assert sum(told) == pytest.approx(sum(true), rel=0.4)
+    assert all(abs(a - b) < 2 * error for a, b, error in zip(told, true, errors, strict=True))
+
+
 @pytest.mark.parametrize(("most", "probes"), [(200 * 8, 8), (200 * 8 - 1, 2)])
 def test_probes_whose_vectors_would_fill_the_memory_are_not_taken(
     monkeypatch: pytest.MonkeyPatch, most: int, probes: int

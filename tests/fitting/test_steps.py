@@ -1,7 +1,9 @@
 """One step of average information, and what undoes it."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import gpytorch
 import pytest
@@ -10,8 +12,9 @@ import torch
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.fitting import AverageInformation
+from gpy_iterative.fitting.steps.curvature import Curvature
 from gpy_iterative.fitting.steps.levenberg_marquardt import FIRST_DAMPING, RADIUS, RIDGE
-from gpy_iterative.fitting.steps.points import Secant
+from gpy_iterative.fitting.steps.points import Assessment, Secant
 from tests.exact.gaussian_models import CASES, Case, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_information, dense_value, regression
 
@@ -61,6 +64,24 @@ def test_what_is_left_to_gain() -> None:
         optimiser.step()
     assert optimiser.point.value - value == pytest.approx(left, rel=0.3)
     assert optimiser.assess().left < 0.01
+
+
+def test_what_the_probes_hide_is_expected_to_be_left() -> None:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    factor, gradient, errors = draw(4, 4), draw(4), draw(3, 4)
+    held = torch.tensor([False, True, False, False])
+    curvature = Curvature(factor @ factor.mT, torch.zeros(4), torch.zeros(4, dtype=torch.bool), None, 0.0)
+    found = Assessment(curvature, gradient, held, 0.0, 0.0, errors, torch.full((4,), 0.1), torch.ones(4))
+    found = replace(found, left=found.energy(gradient.unsqueeze(0)), noise=found.energy(errors))
+    matrix = (factor @ factor.mT + 0.1 * torch.eye(4, dtype=torch.float64))[~held][:, ~held]
+    true = lambda error: 0.5 * (gradient - error)[~held] @ torch.linalg.solve(matrix, (gradient - error)[~held])
+    # The errors and their negatives have mean zero; half the difference has no quadratic term.
+    pairs = torch.stack([torch.stack([true(error), true(-error)]) for error in errors])
+    linear = (pairs[:, 0] - pairs[:, 1]) / 2
+    left, error = found.expected()
+    assert left == pytest.approx(float(pairs.mean()))
+    assert error == pytest.approx(math.hypot(found.noise, float(linear.square().mean().sqrt())))
 
 
 @contextmanager

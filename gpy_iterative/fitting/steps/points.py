@@ -1,3 +1,4 @@
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,8 +47,8 @@ class Assessment:
     Attributes:
         gradient: [p], corrected for the residual of the targets' solve.
         held: [p], coordinates that the gradient pushes against a bound.
-        left: 1/2 g^T A^-1 g, nats left to gain.
-        noise: its expected error from probe noise.
+        left: 1/2 g^T A^-1 g, nats left to gain with these probes.
+        noise: mean of 1/2 e^T A^-1 e over errors e of the gradient from probe noise.
         samples: [k, p], noise samples of the gradient; k is 0 for an exact one.
         ridge: [p], added to the diagonal of A.
         radius: [p], largest moves.
@@ -66,6 +67,17 @@ class Assessment:
         """Standard error of the predicted gain from the gradient's noise."""
         return float((self.samples @ move).square().sum() / max(len(self.samples), 1)) ** 0.5
 
+    def expected(self) -> tuple[float, float]:
+        """Nats left to gain without probe noise, and their error.
+
+        Steps with the same probes climb a function whose optimum is A^-1 e away from the true one. There
+        1/2 (g - e)^T A^-1 (g - e) are left, with mean `left + noise`. The error is that of g^T A^-1 e, and `noise` for the
+        spread of 1/2 e^T A^-1 e.
+        """
+        free, move = ~self.held, torch.zeros_like(self.gradient)
+        move[free] = self._solved(self.gradient[free])
+        return self.left + self.noise, math.hypot(self.noise, self.error_along(move))
+
     @property
     def matrix(self) -> Tensor:
         """A with its ridge, [p, p]."""
@@ -73,9 +85,12 @@ class Assessment:
 
     def energy(self, gradients: Tensor) -> float:
         """Mean of 1/2 g^T A^-1 g over gradients [k, p], in the free coordinates."""
+        columns = gradients[:, ~self.held].mT
+        return float(0.5 * (columns * self._solved(columns)).sum(0).mean())
+
+    def _solved(self, columns: Tensor) -> Tensor:
         free = ~self.held
-        solved = torch.linalg.solve(self.matrix[free][:, free], gradients[:, free].mT)
-        return float(0.5 * (gradients[:, free].mT * solved).sum(0).mean())
+        return torch.linalg.solve(self.matrix[free][:, free], columns)
 
 
 @dataclass(frozen=True)
