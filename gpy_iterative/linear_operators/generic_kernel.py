@@ -1,6 +1,7 @@
 """Any GPyTorch kernel as a matrix that is never stored."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from gpy_iterative.linear_operators.extensions import rebuilt, whole_points
 from gpy_iterative.linear_operators.kernel_functions import KernelFunction, leaves_of, shortest_lengthscales
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tiles.cache import TileCache
+from gpy_iterative.linear_operators.tiles.cache import Tile, TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights, viewed
-from gpy_iterative.linear_operators.tiles.tiles import Tiles, Visits, blocks
+from gpy_iterative.linear_operators.tiles.tiles import Tiles, blocks
 
 #: Points of a block whose diagonal is wanted; most entries evaluated for a wanted one.
 DIAGONAL_BLOCK = 256
@@ -206,10 +207,11 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         tiles = self.tiles()
         assert isinstance(tiles, KernelTiles)
 
-        def share(visits: Visits) -> list[Tensor]:
+        def share(visits: Sequence[Tile]) -> list[Tensor]:
             found = [torch.zeros_like(tensor) for tensor in tensors]
-            for i, j in visits:
-                self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_columns[j], weights.tile(i, j))
+            for tile in visits:
+                i, j = tile.key
+                self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_columns[j], weights.at(tile))
             return found
 
         gradients = [
@@ -361,7 +363,8 @@ class KernelTiles(Tiles):
         )
 
     @torch.no_grad()
-    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
+    def evaluate(self, tile: Tile, out: Tensor) -> Tensor:
+        i, j = tile.key
         x1 = self._operator.x1[..., self.input_rows[i], :]
         # The same object: kernels then set distances on the diagonal to zero.
         x2 = x1 if self.symmetric and i == j else self._operator.columns[..., self.input_columns[j], :]

@@ -232,7 +232,7 @@ def kept(precision: str, cache_memory: int) -> int:
         lowered._matmul(torch.ones(N, 1, dtype=lowered.dtype))
     tiles = lowered.tiles()
     assert 0 < operator.cache.num_bytes <= cache_memory  # the twin's memory is counted where the budget is
-    return sum(tiles.tile_shape(i, j).numel() for i, j in tiles.visits() if lowered.cache.tiles.get((i, j)) is not None)
+    return sum(tile.shape.numel() for tile in tiles.visits() if tile.key in lowered.cache.tiles)
 
 
 def test_the_cache_holds_twice_as_much() -> None:

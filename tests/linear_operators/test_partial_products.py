@@ -29,6 +29,7 @@ from gpy_iterative.linear_operators.extensions import kernel_inputs, principal_b
 from gpy_iterative.linear_operators.radial.functions import MATERN32, RBF
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles import tiles as tiles_module
+from gpy_iterative.linear_operators.tiles.cache import Tile
 from gpy_iterative.linear_operators.tiles.tiles import Tiles
 from gpy_iterative.worker_threads import ByDevice
 from tests.linear_operators.radial.test_operator import inputs
@@ -228,9 +229,9 @@ def test_tiles_above_the_diagonal_serve_both_sides_of_it(
     )
     rhs, visited, evaluate = inputs(48, 4, seed=9).double(), [], RadialTiles.evaluate
 
-    def counting(self: RadialTiles, i: int, j: int, out: torch.Tensor) -> torch.Tensor:
-        visited.append((i, j))
-        return evaluate(self, i, j, out)
+    def counting(self: RadialTiles, tile: Tile, out: torch.Tensor) -> torch.Tensor:
+        visited.append(tile.key)
+        return evaluate(self, tile, out)
 
     with torch.no_grad():
         operator._matmul(inputs(48, 1).double())

@@ -12,6 +12,7 @@ from gpy_iterative.linear_operators.far_field.entries import RadialEntries
 from gpy_iterative.linear_operators.far_field.far_field import FarField, far_field
 from gpy_iterative.linear_operators.far_field.levels import Batch
 from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
+from gpy_iterative.linear_operators.tiles.cache import Tile
 from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
 from gpy_iterative.worker_threads import divided, summed
 
@@ -45,11 +46,11 @@ class RadialFarField(RadialTiles):
         return f"{description}, a far field of blocks {blocks}", [*tensors, *(part.pairs for part in parts)]
 
     def product(
-        self, rows: slice, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
+        self, rows: slice, columns: slice, rhs: Tensor, values: Callable[[Tile], Tensor] | None = None
     ) -> Tensor:
-        is_whole = rows == _ALL and columns == _ALL and tile is None
+        is_whole = rows == _ALL and columns == _ALL and values is None
         field = self.far_field() if is_whole else None
-        return super().product(rows, columns, rhs, tile) if field is None else self._product(field, rhs, self._values)
+        return super().product(rows, columns, rhs, values) if field is None else self._product(field, rhs, self.values)
 
     @divided()
     def _product(self, field: FarField, rhs: Tensor, values: Callable[[Batch], Tensor]) -> Tensor:
@@ -71,30 +72,29 @@ class RadialFarField(RadialTiles):
 
         def weighted(column: Tensor, batch: Batch) -> Tensor:
             differences = column[batch.rows].unsqueeze(-1) - column[batch.columns].unsqueeze(-2)
-            return self._values_and_derivatives(batch)[1] * differences.square_()
+            return self.values_and_derivatives(batch)[1] * differences.square_()
 
         parts = [self._product(field, rhs, partial(weighted, column)) for column in self.x1.unbind(-1)]
         return torch.cat(parts, dim=-1)
 
     def alpha_product(self, rhs: Tensor) -> Tensor:
         field = self.far_field()
-        return super().alpha_product(rhs) if field is None else self._product(field, rhs, self._alpha_derivatives)
+        return super().alpha_product(rhs) if field is None else self._product(field, rhs, self.alpha_derivatives)
 
-    def _values(self, batch: Batch) -> Tensor:
-        kept = self.cache.tiles.get(batch.key)
-        if kept is not None:
-            return kept
-        evaluate = lambda out: self.entries.blocks(*batch.inputs, out, self.scratch(batch.shape, 1))
-        return self.new_tile(batch.key, batch.shape, evaluate, partial(self._evaluate_both_of, batch))
+    def evaluate(self, tile: Tile | Batch, out: Tensor) -> Tensor:
+        if isinstance(tile, Tile):
+            return super().evaluate(tile, out)
+        return self.entries.blocks(*tile.inputs, out, self.scratch(tile.shape, 1))
 
-    def _values_and_derivatives(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self.pair(batch.key, batch.shape, partial(self._evaluate_both_of, batch))
+    def evaluate_both(self, tile: Tile | Batch, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(tile, Tile):
+            return super().evaluate_both(tile, value, derivative)
+        return self.entries.blocks_and_derivatives(*tile.inputs, value, derivative)
 
-    def _evaluate_both_of(self, batch: Batch, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
-        return self.entries.blocks_and_derivatives(*batch.inputs, value, derivative)
-
-    def _alpha_derivatives(self, batch: Batch) -> Tensor:
-        return self.entries.alpha_derivatives(*batch.inputs)
+    def alpha_derivatives(self, tile: Tile | Batch) -> Tensor:
+        if isinstance(tile, Tile):
+            return super().alpha_derivatives(tile)
+        return self.entries.alpha_derivatives(*tile.inputs)
 
     @divided()
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
@@ -133,8 +133,8 @@ class RadialFarField(RadialTiles):
                 if batch.part.is_diagonal:
                     weights *= 0.5
                 if alpha:
-                    sum_of_alpha += (self._alpha_derivatives(batch) * weights).sum(dtype=torch.float64)
-                values, derivatives = self._values_and_derivatives(batch)
+                    sum_of_alpha += (self.alpha_derivatives(batch) * weights).sum(dtype=torch.float64)
+                values, derivatives = self.values_and_derivatives(batch)
                 if value:
                     sum_of_values += torch.linalg.vecdot(values.flatten(1), weights.flatten(1)).sum(dtype=torch.float64)
                 _add_differences(by_node, points, batch, weights.mul_(derivatives))

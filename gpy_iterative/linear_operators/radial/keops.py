@@ -16,6 +16,7 @@ from gpy_iterative.linear_operators.extensions import Rows
 from gpy_iterative.linear_operators.products import require_pykeops
 from gpy_iterative.linear_operators.radial.functions import KeOpsFormulas, RadialFunction
 from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
+from gpy_iterative.linear_operators.tiles.cache import Tile
 from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
 
 try:
@@ -32,10 +33,10 @@ class RadialKeOps(RadialTiles):
     """`RadialTiles` with products and derivatives from differences of inputs."""
 
     def product(
-        self, rows: Rows, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
+        self, rows: Rows, columns: slice, rhs: Tensor, values: Callable[[Tile], Tensor] | None = None
     ) -> Tensor:
-        if tile is not None:
-            return super().product(rows, columns, rhs, tile)
+        if values is not None:
+            return super().product(rows, columns, rhs, values)
         x1, x2 = self._scaled_inputs()
         return kernel_sum(self.function, x1[..., rows, :], x2[..., columns, :], self.alpha, rhs)
 

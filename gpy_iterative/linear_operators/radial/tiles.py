@@ -5,9 +5,11 @@ for coordinates apart (`SquaredDistances`), which would lose digits.
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +17,9 @@ from torch import Tensor
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.squared_distances import FEW_OF_KINK, FEW_OF_PREDICTION, SquaredDistances
-from gpy_iterative.linear_operators.tiles.cache import EvaluateBoth, Key, TileCache
+from gpy_iterative.linear_operators.tiles.cache import Tile, TileCache
 from gpy_iterative.linear_operators.tiles.operator import TileWeights
-from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles, Visits
+from gpy_iterative.linear_operators.tiles.tiles import Tiles
 
 
 class RadialTiles(Tiles):
@@ -61,9 +63,9 @@ class RadialTiles(Tiles):
         self.distances = SquaredDistances(x1, x2, function.scale(self.alpha), few=few)
         self.function = function if self.distances.together else function.at_exact_distances()
 
-    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
+    def evaluate(self, tile: Any, out: Tensor) -> Tensor:
         scratch = self.scratch(out.shape, 1)
-        u = self.distances.block(self.rows[i], self.columns[j], out, scratch)
+        u = self.distances.block(tile.rows, tile.columns, out, scratch)
         if not self._is_fused:
             return self.function.value_(u, scratch, self.alpha)
         flat, alpha = _flat(u, self.alpha)
@@ -74,21 +76,17 @@ class RadialTiles(Tiles):
         u = self.distances.block(rows, columns)
         return self.function.value_(u, torch.empty_like(u), self.alpha)
 
-    def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
-        """Tiles (i, j) of f and df/dq; see `tile`."""
-        return self.pair((i, j), self.tile_shape(i, j), partial(self.evaluate_both, i, j))
-
-    def pair(self, key: Key, shape: torch.Size, evaluate_both: EvaluateBoth) -> tuple[Tensor, Tensor]:
-        """Entries of f and df/dq: kept ones, if both are, else new ones."""
+    def values_and_derivatives(self, tile: Any) -> tuple[Tensor, Tensor]:
+        """Entries of f and df/dq, as `values`: kept ones, if both are, else new ones."""
         if self._keeps_derivatives:
-            value, derivative = self.cache.tiles.get(key), self.cache.derivatives.tiles.get(key)
+            value, derivative = self.cache.tiles.get(tile.key), self.cache.derivatives.tiles.get(tile.key)
             if value is not None and derivative is not None:
                 return value, derivative
-        return evaluate_both(self.scratch(shape, 0), self.scratch(shape, 1))
+        return self.evaluate_both(tile, self.scratch(tile.shape, 0), self.scratch(tile.shape, 1))
 
-    def evaluate_both(self, i: int, j: int, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes tiles of f, and of df/dq over its factor."""
-        u = self.distances.block(self.rows[i], self.columns[j], value, derivative)
+    def evaluate_both(self, tile: Any, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes entries of f, and of df/dq over its factor."""
+        u = self.distances.block(tile.rows, tile.columns, value, derivative)
         if not self._is_fused:
             return self.function.value_and_derivative_(u, derivative, self.alpha)
         flat, alpha = _flat(u, self.alpha)
@@ -98,32 +96,32 @@ class RadialTiles(Tiles):
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> "RadialDerivative":
         """See `RadialDerivative`; without `value` or `alpha` that part is 0."""
         apart, batch = self.distances.apart, weights.batch_shape
-        x1 = self._with_ones(self.x1, batch)
-        x2 = x1 if self.symmetric else self._with_ones(self.x2, batch)
+        x1 = self._with_ones(self.x1)
+        x2 = x1 if self.symmetric else self._with_ones(self.x2)
         # Terms cancel.
         zeros = partial(self.x1.new_zeros, dtype=torch.float64)
 
-        def share(visits: Visits) -> list[Tensor]:
-            rows = RowBlocks(zeros(x1.data.shape), x1.num_rows)
-            columns = rows if self.symmetric else RowBlocks(zeros(x2.data.shape), x2.num_rows)
+        def share(visits: Sequence[Tile]) -> list[Tensor]:
+            rows = zeros((*batch, *x1.shape[-2:]))
+            columns = rows if self.symmetric else zeros((*batch, *x2.shape[-2:]))
             sum_of_values, sum_of_alpha = zeros(batch), zeros(batch)
-            for i, j in visits:
-                tile_weights = weights.tile(i, j, out=self.scratch((*batch, *self.tile_shape(i, j)[-2:]), 2))
+            for tile in visits:
+                tile_weights = weights.at(tile, out=self.scratch((*batch, *tile.shape[-2:]), 2))
                 if alpha:
-                    terms = self._alpha_derivative(i, j) * tile_weights
+                    terms = self.alpha_derivatives(tile) * tile_weights
                     sum_of_alpha += terms.sum((-2, -1), dtype=torch.float64)
-                values, derivatives = self.value_and_derivative(i, j)
+                values, derivatives = self.values_and_derivatives(tile)
                 if value:
                     sum_of_values += torch.linalg.vecdot(values.flatten(-2), tile_weights.flatten(-2))
                 tile_weights.mul_(derivatives)
-                of_rows, of_columns = rows.blocks[i], columns.blocks[j]
-                of_rows += x2.blocks[j] @ tile_weights.mT
-                of_columns += x1.blocks[i] @ tile_weights
+                of_rows, of_columns = rows[..., tile.rows], columns[..., tile.columns]
+                of_rows += x2[..., tile.columns] @ tile_weights.mT
+                of_columns += x1[..., tile.rows] @ tile_weights
                 for coordinate in apart:
-                    terms = tile_weights * self.distances.difference(coordinate, self.rows[i], self.columns[j])
+                    terms = tile_weights * self.distances.difference(coordinate, tile.rows, tile.columns)
                     of_rows[..., coordinate, :] -= terms.sum(-1, dtype=torch.float64)
                     of_columns[..., coordinate, :] += terms.sum(-2, dtype=torch.float64)
-            return [rows.data, sum_of_values, sum_of_alpha, *([] if self.symmetric else [columns.data])]
+            return [rows, sum_of_values, sum_of_alpha, *([] if self.symmetric else [columns])]
 
         rows, sum_of_values, sum_of_alpha, *columns = self.sums(share, self.visits())
         of_columns = [self._of_inputs(part, x2) for part in columns]
@@ -137,38 +135,37 @@ class RadialTiles(Tiles):
         It is x^2 (G a) - 2 x G (x a) + G (x^2 a) for coordinates together.
         """
         whole = slice(None)
-        derivative = lambda i, j: self.value_and_derivative(i, j)[1]
+        derivative = lambda tile: self.values_and_derivatives(tile)[1]
         x = self.x1[..., self.distances.together]
         product = self.product(whole, whole, torch.cat([rhs, x * rhs, x.square() * rhs], dim=-1), derivative)
         plain, once, twice = product.split([1, x.shape[-1], x.shape[-1]], dim=-1)
         found = torch.empty_like(rhs.expand(*rhs.shape[:-1], self.x1.shape[-1]))
         found[..., self.distances.together] = x.square() * plain - 2 * x * once + twice
         for c in self.distances.apart:
-            difference = lambda i, j, c=c: self.distances.difference(c, self.rows[i], self.columns[j])
-            weighted = lambda i, j, difference=difference: derivative(i, j) * difference(i, j).square()
+            difference = lambda tile, c=c: self.distances.difference(c, tile.rows, tile.columns)
+            weighted = lambda tile, difference=difference: derivative(tile) * difference(tile).square()
             found[..., c] = self.product(whole, whole, rhs, weighted).squeeze(-1)
         return found
 
     def alpha_product(self, rhs: Tensor) -> Tensor:
-        return self.product(slice(None), slice(None), rhs, self._alpha_derivative)
+        return self.product(slice(None), slice(None), rhs, self.alpha_derivatives)
 
-    def _alpha_derivative(self, i: int, j: int) -> Tensor:
-        shape = self.tile_shape(i, j)
-        u = self.distances.block(self.rows[i], self.columns[j], self.scratch(shape, 0), self.scratch(shape, 1))
+    def alpha_derivatives(self, tile: Any) -> Tensor:
+        """Entries of df/dalpha, as `values`."""
+        scratch = self.scratch(tile.shape, 1)
+        u = self.distances.block(tile.rows, tile.columns, self.scratch(tile.shape, 0), scratch)
         return self.function.alpha_derivative(u, self.alpha)
 
-    def _with_ones(self, x: Tensor, batch: torch.Size) -> RowBlocks:
-        """[*b, n, d + 1]; coordinates apart are zero."""
-        vectors = torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1)
-        for coordinate in self.distances.apart:
-            vectors[..., coordinate] = 0
-        return RowBlocks.of(vectors.expand(*batch, *vectors.shape[-2:]), x.shape[-2], self.length)
+    def _with_ones(self, x: Tensor) -> Tensor:
+        """[*b, d + 1, n], which is faster than columns; coordinates apart are zero."""
+        vectors = torch.cat([x.mT, x.new_ones(*x.shape[:-2], 1, x.shape[-2])], dim=-2)
+        vectors[..., self.distances.apart, :] = 0
+        return vectors
 
-    def _of_inputs(self, sums: Tensor, inputs: RowBlocks) -> Tensor:
+    def _of_inputs(self, sums: Tensor, inputs: Tensor) -> Tensor:
         """2 sum_j G_ij (x_i - x_j) from G x and G 1."""
-        products, ones = sums.split([sums.shape[-2] - 1, 1], dim=-2)
-        differences = RowBlocks.rows(ones * inputs.data[..., :-1, :] - products)[..., : inputs.num_rows, :]
-        return (2 * self.function.derivative_factor * differences).to(self.x1.dtype)
+        differences = sums[..., -1:, :] * inputs[..., :-1, :] - sums[..., :-1, :]
+        return (2 * self.function.derivative_factor * differences.mT).to(self.x1.dtype)
 
 
 @dataclass(frozen=True)

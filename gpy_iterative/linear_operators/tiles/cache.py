@@ -5,8 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,15 @@ from gpy_iterative.changes import SeenVersions
 
 Key = tuple[int, int]
 SpareKey = tuple[torch.Size, torch.dtype, torch.device]
-#: Overwrites tensors with entries and their derivatives.
-EvaluateBoth = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Tile(NamedTuple):
+    """A block of a matrix whose entries are kept together."""
+
+    key: Key  # its row and column of tiles
+    rows: slice
+    columns: slice
+    shape: torch.Size  # [*b, rows, columns]
 
 
 class Precedence(IntEnum):
@@ -98,29 +104,28 @@ class TileCache:
 
     def evaluate(
         self,
-        key: Key,
-        shape: torch.Size,
+        tile: Any,
         like: Tensor,
         budget: int,
-        evaluate: Callable[[Tensor], object],
-        evaluate_both: EvaluateBoth | None = None,
+        evaluate: Callable[[Any, Tensor], object],
+        evaluate_both: Callable[[Any, Tensor, Tensor], object] | None = None,
     ) -> Tensor | None:
-        """A new tile, which `evaluate` writes, or `evaluate_both` if its derivative is kept, too; None without room."""
+        """New entries, which `evaluate` writes, or `evaluate_both` if derivatives are kept, too; None without room."""
         with self._pool.changed:
-            tile = self._memory(shape, like, budget)
-        if tile is None:
+            entries = self._memory(tile.shape, like, budget)
+        if entries is None:
             return None
         is_done = False
         try:
-            both = None if evaluate_both is None else partial(evaluate_both, tile)
-            if both is None or self.derivatives.evaluate(key, shape, like, budget, both) is None:
-                evaluate(tile)
+            both = evaluate_both and (lambda tile, derivative: evaluate_both(tile, entries, derivative))
+            if both is None or self.derivatives.evaluate(tile, like, budget, both) is None:
+                evaluate(tile, entries)
             is_done = True
         finally:
             with self._pool.changed:
-                kept = self.tiles.setdefault(key, tile) if is_done else None
-                if kept is not tile:  # failed, or another thread was faster
-                    self.own_bytes -= tile.nbytes
+                kept = self.tiles.setdefault(tile.key, entries) if is_done else None
+                if kept is not entries:  # failed, or another thread was faster
+                    self.own_bytes -= entries.nbytes
                 self._pool.changed.notify_all()
         return kept
 

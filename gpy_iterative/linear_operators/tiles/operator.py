@@ -1,7 +1,6 @@
 """Linear operators made of tiles."""
 
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.extensions import Rows, rebuilt
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tiles.cache import TileCache
-from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
+from gpy_iterative.linear_operators.tiles.cache import Tile, TileCache
+from gpy_iterative.linear_operators.tiles.tiles import Tiles
 
 
 class BilinearWeights:
@@ -26,24 +25,14 @@ class BilinearWeights:
     def __init__(self, left: Tensor, right: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, left.shape[:-2], right.shape[:-2])
         left, right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
-        self.tensors, self._is_symmetric, self._length = (left, right), tiles.symmetric, tiles.length
+        self.tensors, self._is_symmetric = (left, right), tiles.symmetric
         self.left = torch.cat([left, right], dim=-1) if tiles.symmetric else left
+        self.right = torch.cat([right, left], dim=-1) if tiles.symmetric else right
 
-    @cached_property
-    def right(self) -> Tensor:
-        left, right = self.tensors
-        return torch.cat([right, left], dim=-1) if self._is_symmetric else right
-
-    @cached_property
-    def _blocks(self) -> tuple[RowBlocks, RowBlocks]:
-        left, right = (RowBlocks.of(factor, factor.shape[-2], self._length) for factor in (self.left, self.right))
-        return left, right
-
-    def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
-        """W at the tile (i, j), which the caller may overwrite; for a symmetric K, W at (j, i) is added."""
-        rows, columns = self._blocks
-        product = torch.matmul(rows.blocks[i].mT, columns.blocks[j], out=out)
-        return product.mul_(0.5) if self._is_symmetric and i == j else product
+    def at(self, tile: Tile, out: Tensor | None = None) -> Tensor:
+        """W at a tile, which the caller may overwrite; for a symmetric K, W at the transposed tile is added."""
+        product = torch.matmul(self.left[..., tile.rows, :], self.right[..., tile.columns, :].mT, out=out)
+        return product.mul_(0.5) if self._is_symmetric and tile.rows == tile.columns else product
 
 
 class MatrixWeights:
@@ -51,14 +40,13 @@ class MatrixWeights:
 
     def __init__(self, matrix: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, matrix.shape[:-2])
-        self._matrix, self._tiles = matrix.expand(*self.batch_shape, *matrix.shape[-2:]), tiles
+        self._matrix, self._is_symmetric = matrix.expand(*self.batch_shape, *matrix.shape[-2:]), tiles.symmetric
         self.tensors = (self._matrix,)
 
-    def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
-        rows, columns = self._tiles.rows[i], self._tiles.columns[j]
-        block = self._matrix[..., rows, columns]
-        if self._tiles.symmetric and i != j:
-            return block + self._matrix[..., columns, rows].mT
+    def at(self, tile: Tile, out: Tensor | None = None) -> Tensor:
+        block = self._matrix[..., tile.rows, tile.columns]
+        if self._is_symmetric and tile.rows != tile.columns:
+            return block + self._matrix[..., tile.columns, tile.rows].mT
         return block.clone(memory_format=torch.contiguous_format)
 
 

@@ -5,17 +5,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations_with_replacement
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.changes import SeenVersions
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tiles.cache import EvaluateBoth, Key, TileCache, new_memory
+from gpy_iterative.linear_operators.tiles.cache import Tile, TileCache, new_memory
 from gpy_iterative.worker_threads import ByDevice, run, summed
-
-#: Tiles (i, j).
-Visits = Sequence[tuple[int, int]]
 
 #: Numbers of columns that CPUs multiply faster from the right.
 FEW_COLUMNS = range(2, 9)
@@ -42,7 +40,6 @@ class RowBlocks:
 
     def __init__(self, data: Tensor, size: int, first: int = 0) -> None:
         self.data, self.numbers = data, range(first, first + data.shape[-3])
-        self.num_rows = min(size - first * data.shape[-1], data.shape[-3] * data.shape[-1])
         self.blocks = dict(zip(self.numbers, data.unbind(-3), strict=True))
         if self.blocks:
             last = self.numbers[-1]
@@ -56,11 +53,6 @@ class RowBlocks:
         after = count * length - before - vectors.shape[-2]
         padded = torch.nn.functional.pad(vectors, (0, 0, before, after)).unflatten(-2, (count, length))
         return cls(padded.mT.clone(memory_format=torch.contiguous_format), size, first)
-
-    @staticmethod
-    def rows(data: Tensor) -> Tensor:
-        """The vectors [*b, blocks * length, s] of `data`, with the rows beyond the matrix."""
-        return data.mT.flatten(-3, -2)
 
 
 class Tiles(ABC):
@@ -93,38 +85,32 @@ class Tiles(ABC):
         self._keeps_derivatives = False
 
     @abstractmethod
-    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
-        """Writes the tile (i, j) into `out` [*b, rows, columns]."""
+    def evaluate(self, tile: Any, out: Tensor) -> Tensor:
+        """Writes the entries of a `Tile`, or of a subclass's own kind of block with key and shape, into `out`."""
 
-    def evaluate_both(self, i: int, j: int, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
-        """`evaluate`, and a derivative to keep beside the tile."""
+    def evaluate_both(self, tile: Any, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
+        """`evaluate`, and derivatives to keep beside the entries."""
         raise NotImplementedError
 
     @abstractmethod
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         """Any block, which the caller may overwrite."""
 
-    def tile(self, i: int, j: int) -> Tensor:
-        """The tile (i, j), read-only, valid until the thread's next call. Call it only inside `cache.serving(*owner)`."""
-        kept = self.cache.tiles.get((i, j))
-        if kept is not None:
-            return kept
-        evaluate, evaluate_both = partial(self.evaluate, i, j), partial(self.evaluate_both, i, j)
-        return self.new_tile((i, j), self.tile_shape(i, j), evaluate, evaluate_both)
+    def values(self, tile: Any) -> Tensor:
+        """Entries, read-only, valid until the thread's next call. Call it only inside `cache.serving(*owner)`.
 
-    def new_tile(
-        self, key: Key, shape: torch.Size, evaluate: Callable[[Tensor], Tensor], evaluate_both: EvaluateBoth
-    ) -> Tensor:
-        """The entries of a key, kept if there is room, with derivatives if these are wanted."""
-        both = evaluate_both if self._keeps_derivatives else None
-        kept = None
-        if self._budget > 0:
-            kept = self.cache.evaluate(key, shape, self._like, self._budget, evaluate, both)
-        return evaluate(self.scratch(shape, 0)) if kept is None else kept
+        They are kept if there is room, with derivatives if these are wanted.
+        """
+        kept = self.cache.tiles.get(tile.key)
+        if kept is None and self._budget > 0:
+            both = self.evaluate_both if self._keeps_derivatives else None
+            kept = self.cache.evaluate(tile, self._like, self._budget, self.evaluate, both)
+        return self.evaluate(tile, self.scratch(tile.shape, 0)) if kept is None else kept
 
-    def tile_shape(self, i: int, j: int) -> torch.Size:
+    def at(self, i: int, j: int) -> Tile:
         rows, columns = self.rows[i], self.columns[j]
-        return torch.Size((*self.shape[:-2], rows.stop - rows.start, columns.stop - columns.start))
+        shape = (*self.shape[:-2], rows.stop - rows.start, columns.stop - columns.start)
+        return Tile((i, j), rows, columns, torch.Size(shape))
 
     def scratch(self, shape: tuple[int, ...], which: int) -> Tensor:
         known, key = self._memory.__dict__, (shape, which)
@@ -132,49 +118,48 @@ class Tiles(ABC):
             known[key] = new_memory(shape, self._like)
         return known[key]
 
-    def visits(self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None) -> list[tuple[int, int]]:
-        """Tiles (i, j) of this process for some rows and columns of tiles."""
+    def visits(self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None) -> list[Tile]:
+        """Tiles of this process in some rows and columns of tiles."""
         rows = range(len(self.rows)) if rows is None else rows
         columns = range(len(self.columns)) if columns is None else columns
-        tiles = [(i, j) for i in rows for j in columns]
+        keys = [(i, j) for i in rows for j in columns]
         if self.symmetric:
-            tiles = sorted({(i, j) if i <= j else (j, i) for i, j in tiles})
-        return tiles if self.ranks is None else [tile for tile in tiles if self.ranks.owns(*tile)]
+            keys = sorted({(i, j) if i <= j else (j, i) for i, j in keys})
+        return [self.at(*key) for key in keys if self.ranks is None or self.ranks.owns(*key)]
 
     def product(
-        self, rows: slice, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
+        self, rows: slice, columns: slice, rhs: Tensor, values: Callable[[Tile], Tensor] | None = None
     ) -> Tensor:
-        """Some rows and columns of the matrix, or of another one with tiles `tile`, times rhs [*b, len(columns), s]."""
-        tile = self.tile if tile is None else tile
+        """Some rows and columns of the matrix, or of another one with these values, times rhs [*b, len(columns), s]."""
         start, stop, _ = rows.indices(self.shape[-2])
         wanted = _tiles_of(start, stop, self.length)
         given = RowBlocks.of(rhs, self.shape[-1], self.length, columns.indices(self.shape[-1])[0])
-        share = partial(self._share_of_product, wanted, given, tile)
+        share = partial(self._share_of_product, wanted, given, values or self.values)
         (data,) = self.sums(share, self.visits(wanted, given.numbers))
         first = wanted.start * self.length
-        product = RowBlocks.rows(data)[..., start - first : stop - first, :]
+        product = data.mT.flatten(-3, -2)[..., start - first : stop - first, :]
         self.complete([product], [rhs])
         return product
 
     def _share_of_product(
-        self, rows: range, given: RowBlocks, tile_at: Callable[[int, int], Tensor], visits: Visits
+        self, rows: range, given: RowBlocks, values: Callable[[Tile], Tensor], visits: Sequence[Tile]
     ) -> list[Tensor]:
         *batch, _, columns, length = given.data.shape
         result = RowBlocks(given.data.new_zeros(*batch, len(rows), columns, length), self.shape[-2], rows.start)
         is_few = columns in FEW_COLUMNS and given.data.device.type == "cpu"
         add = torch.Tensor.addmm_ if not batch else lambda out, left, right: out.add_(left @ right)
-        for i, j in visits:
-            tile = tile_at(i, j)
+        for tile in visits:
+            (i, j), entries = tile.key, values(tile)
             if i in result.blocks and j in given.blocks:
                 if is_few:
-                    result.blocks[i].add_((tile @ given.blocks[j].mT).mT)
+                    result.blocks[i].add_((entries @ given.blocks[j].mT).mT)
                 else:
-                    add(result.blocks[i], given.blocks[j], tile.mT)
+                    add(result.blocks[i], given.blocks[j], entries.mT)
             if self.symmetric and i != j and j in result.blocks and i in given.blocks:
-                add(result.blocks[j], given.blocks[i], tile)
+                add(result.blocks[j], given.blocks[i], entries)
         return [result.data]
 
-    def sums(self, share: Callable[[Visits], list[Tensor]], visits: Visits) -> list[Tensor]:
+    def sums(self, share: Callable[[Sequence[Tile]], list[Tensor]], visits: Sequence[Tile]) -> list[Tensor]:
         with self.cache.serving(*self.owner):
             return summed(share, visits, self._like.device)
 
@@ -231,9 +216,10 @@ class Tiles(ABC):
         result = self._like.new_empty(last - first, last - first)
         with self.cache.serving(*self.owner):
             for i, j in combinations_with_replacement(numbers, 2):
-                tile = self.tile(i, j) if is_alone else self.evaluate(i, j, self.scratch(self.tile_shape(i, j), 0))
-                rows, columns = (slice(part.start - first, part.stop - first) for part in (self.rows[i], self.rows[j]))
-                result[rows, columns] = tile
+                tile = self.at(i, j)
+                entries = self.values(tile) if is_alone else self.evaluate(tile, self.scratch(tile.shape, 0))
+                rows, columns = (slice(part.start - first, part.stop - first) for part in tile[1:3])
+                result[rows, columns] = entries
                 if i != j:
-                    result[columns, rows] = tile.mT
+                    result[columns, rows] = entries.mT
         return result[start - first : stop - first, start - first : stop - first]

@@ -4,10 +4,16 @@ import threading
 
 import torch
 
-from gpy_iterative.linear_operators.tiles.cache import TileCache
+from gpy_iterative.linear_operators.tiles.cache import Tile, TileCache
 
-SHAPE, TILE = torch.Size((1, 4, 4)), torch.empty(0)
-TILE_BYTES = SHAPE.numel() * TILE.element_size()
+SHAPE, LIKE = torch.Size((1, 4, 4)), torch.empty(0)
+TILE_BYTES = SHAPE.numel() * LIKE.element_size()
+FIRST = Tile((0, 0), slice(0, 4), slice(0, 4), SHAPE)
+SECOND = Tile((0, 1), slice(0, 4), slice(4, 8), SHAPE)
+
+
+def zeros(_: Tile, out: torch.Tensor) -> torch.Tensor:
+    return out.zero_()
 
 
 def test_a_tile_waits_for_the_derivative_that_it_displaces() -> None:
@@ -15,19 +21,17 @@ def test_a_tile_waits_for_the_derivative_that_it_displaces() -> None:
     cache, budget = TileCache(), 2 * TILE_BYTES
     evaluating, may_finish = threading.Event(), threading.Event()
 
-    def slow_ones(out: torch.Tensor) -> torch.Tensor:
+    def slow_ones(_: Tile, out: torch.Tensor) -> torch.Tensor:
         evaluating.set()
         assert may_finish.wait(60)
         return out.fill_(1.0)
 
     kept: list[torch.Tensor | None] = []
-    cache.evaluate((0, 0), SHAPE, TILE, budget, torch.Tensor.zero_)
+    cache.evaluate(FIRST, LIKE, budget, zeros)
     derivative = threading.Thread(
-        target=lambda: kept.append(cache.derivatives.evaluate((0, 0), SHAPE, TILE, budget, slow_ones))
+        target=lambda: kept.append(cache.derivatives.evaluate(FIRST, LIKE, budget, slow_ones))
     )
-    native = threading.Thread(
-        target=lambda: kept.append(cache.evaluate((0, 1), SHAPE, TILE, budget, torch.Tensor.zero_))
-    )
+    native = threading.Thread(target=lambda: kept.append(cache.evaluate(SECOND, LIKE, budget, zeros)))
     derivative.start()
     assert evaluating.wait(60)
     native.start()
@@ -45,23 +49,23 @@ def test_a_tile_that_failed_leaves_its_room() -> None:
     cache, budget = TileCache(), 2 * TILE_BYTES
     evaluating, may_fail = threading.Event(), threading.Event()
 
-    def fails(out: torch.Tensor) -> torch.Tensor:
+    def fails(_: Tile, out: torch.Tensor) -> torch.Tensor:
         evaluating.set()
         assert may_fail.wait(60)
         raise ValueError("as it should")
 
     def attempt() -> None:
         try:
-            cache.derivatives.evaluate((0, 0), SHAPE, TILE, budget, fails)
+            cache.derivatives.evaluate(FIRST, LIKE, budget, fails)
         except ValueError:
             failed.set()
 
     failed = threading.Event()
-    cache.evaluate((0, 0), SHAPE, TILE, budget, torch.Tensor.zero_)
+    cache.evaluate(FIRST, LIKE, budget, zeros)
     derivative = threading.Thread(target=attempt)
     derivative.start()
     assert evaluating.wait(60)
-    native = threading.Thread(target=lambda: cache.evaluate((0, 1), SHAPE, TILE, budget, torch.Tensor.zero_))
+    native = threading.Thread(target=lambda: cache.evaluate(SECOND, LIKE, budget, zeros))
     native.start()
     may_fail.set()
     derivative.join(60)
