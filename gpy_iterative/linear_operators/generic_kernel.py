@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,20 +207,19 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             return (None,) * len(tensors)
         tiles = self.tiles()
         assert isinstance(tiles, KernelTiles)
-
-        def share(visits: Sequence[Tile]) -> list[Tensor]:
-            found = [torch.zeros_like(tensor) for tensor in tensors]
-            for tile in visits:
-                i, j = tile.key
-                self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_columns[j], weights.at(tile))
-            return found
-
-        gradients = [
-            gradient if is_wanted else None
-            for gradient, is_wanted in zip(tiles.sums(share, tiles.visits()), wanted, strict=True)
-        ]
+        sums = tiles.sums(partial(self._share_of_derivative, weights, wanted, tiles), tiles.visits())
+        gradients = [gradient if is_wanted else None for gradient, is_wanted in zip(sums, wanted, strict=True)]
         tiles.complete([gradient for gradient in gradients if gradient is not None], weights.tensors)
         return tuple(gradients)
+
+    def _share_of_derivative(
+        self, weights: TileWeights, wanted: list[bool], tiles: "KernelTiles", visits: Sequence[Tile]
+    ) -> list[Tensor]:
+        found = [torch.zeros_like(tensor) for tensor in self.representation()]
+        for tile in visits:
+            i, j = tile.key
+            self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_columns[j], weights.at(tile))
+        return found
 
     def _add_derivative(
         self, gradients: list[Tensor], wanted: list[bool], rows: slice, columns: slice, weights: Tensor

@@ -45,23 +45,21 @@ class PriorParts:
 
 def prior_parts(covariance: LinearOperator | Tensor) -> PriorParts:
     terms, diagonals, others = [], [], []
-
-    def take_apart(part: LinearOperator | Tensor, scale: Tensor | None) -> None:
+    left: list[tuple[LinearOperator | Tensor, Tensor | None]] = [(covariance, None)]
+    while left:
+        part, scale = left.pop(0)
         if isinstance(part, LazyEvaluatedKernelTensor):
             terms.append(KernelTerm(part.kernel, part.x1, scale))
         elif isinstance(part, AddedDiagLinearOperator):
-            take_apart(part._linear_op, scale)
             jitter = added_diagonal(part)
             diagonals.append(jitter if scale is None else jitter * scale.unsqueeze(-1))
+            left.insert(0, (part._linear_op, scale))
         elif isinstance(part, SumLinearOperator):
-            for summand in part.linear_ops:
-                take_apart(summand, scale)
+            left = [(summand, scale) for summand in part.linear_ops] + left
         elif isinstance(part, ConstantMulLinearOperator):
-            take_apart(part.base_linear_op, part._constant if scale is None else scale * part._constant)
+            left.insert(0, (part.base_linear_op, part._constant if scale is None else scale * part._constant))
         else:
             others.append(part)
-
-    take_apart(covariance, None)
     return PriorParts(terms, reduce(torch.add, diagonals) if diagonals else None, others)
 
 

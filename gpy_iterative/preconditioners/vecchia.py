@@ -99,18 +99,18 @@ def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[
     entries[:head] = 0
     entries[:head, :head] = inverse[0].tril(-1)
     entries[:head, -1] = inverse[0].diagonal()
-
-    def fill(rows: slice) -> float:
-        # Row i of B: last row of the inverse factor of i and its neighbours.
-        own = torch.arange(rows.start, rows.stop, device=neighbours.device)
-        sets = torch.cat([neighbours[rows], own.unsqueeze(-1)], dim=-1)
-        inverse, jitter = _inverse_factors(operator, order[sets], last_only=True)
-        entries[rows] = inverse[:, 0].to(entries.dtype)
-        return jitter
-
     parts = blocks(size, max(ENTRIES.on(entries.device) // (count + 1) ** 2, 1), head)
-    found = run([partial(fill, rows) for rows in parts], entries.device)
+    found = run([partial(_fill, entries, operator, order, neighbours, rows) for rows in parts], entries.device)
     return entries[:, :-1].contiguous(), entries[:, -1].contiguous(), max([jitter, *found])
+
+
+def _fill(entries: Tensor, operator: LinearOperator, order: Tensor, neighbours: Tensor, rows: slice) -> float:
+    """Row i of B: last row of the inverse factor of i and its neighbours."""
+    own = torch.arange(rows.start, rows.stop, device=neighbours.device)
+    sets = torch.cat([neighbours[rows], own.unsqueeze(-1)], dim=-1)
+    inverse, jitter = _inverse_factors(operator, order[sets], last_only=True)
+    entries[rows] = inverse[:, 0].to(entries.dtype)
+    return jitter
 
 
 def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool = False) -> tuple[Tensor, float]:

@@ -4,6 +4,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,19 +110,19 @@ class LikelihoodParams:
     def _followed(self, value: Any, model: ExactGP) -> Any:
         now = unexpanded(model.train_inputs or ())
         is_known = any(len(now) == len(form) and all(map(_same_inputs, now, form)) for form in self._forms)
+        return _map_leaves(partial(_current_leaf, now, is_known), value)
 
-        def follow(leaf: Any) -> Any:
-            if isinstance(leaf, _TrainingInput):
-                return now[leaf.index]
-            if isinstance(leaf, Tensor) and not is_known:
-                raise ValueError(
-                    "The training inputs have changed, and the likelihood has an argument that is none of them: its "
-                    "new value is unknown. Call the marginal log likelihood with it, or make a new posterior, with "
-                    "params=... for the new data."
-                )
-            return leaf
 
-        return _map_leaves(follow, value)
+def _current_leaf(now: list[Tensor], is_known: bool, leaf: Any) -> Any:
+    if isinstance(leaf, _TrainingInput):
+        return now[leaf.index]
+    if isinstance(leaf, Tensor) and not is_known:
+        raise ValueError(
+            "The training inputs have changed, and the likelihood has an argument that is none of them: its new value "
+            "is unknown. Call the marginal log likelihood with it, or make a new posterior, with params=... for the new "
+            "data."
+        )
+    return leaf
 
 
 @dataclass(frozen=True)

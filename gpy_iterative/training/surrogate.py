@@ -8,6 +8,7 @@ with constant a = H^-1 (y - mean), w_j = H^-1 xi_j, z_j = S^-1 xi_j.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -111,35 +112,39 @@ def with_checked_gradient(value: Tensor, module: torch.nn.Module) -> Tensor:
 
 def _watch(module: torch.nn.Module, _: Tensor) -> None:
     """The value's hook, called first: adds hooks of parameters."""
-    graph_task = torch._C._current_graph_task_id()
-    handles: list[torch.utils.hooks.RemovableHandle] = []
-    changed: list[tuple[Tensor, Tensor | None]] = []  # gradients before the pass
+    watched = _BackwardPass(torch._C._current_graph_task_id())
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    watched.handles += [parameter.register_hook(partial(watched.check, name, parameter)) for name, parameter in trained]
+    Variable._execution_engine.queue_callback(watched.end)
 
-    def end() -> None:
-        for handle in handles:
+
+@dataclass
+class _BackwardPass:
+    graph_task: int
+    handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+    changed: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # gradients before the pass
+
+    def end(self) -> None:
+        for handle in self.handles:
             handle.remove()
-        changed.clear()
+        self.changed.clear()
 
     @torch.no_grad()
-    def check(name: str, parameter: Tensor, gradient: Tensor) -> None:
+    def check(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
         """Called before `.grad` changes."""
-        if torch._C._current_graph_task_id() != graph_task:  # another error ended this pass
-            end()
+        if torch._C._current_graph_task_id() != self.graph_task:  # another error ended this pass
+            self.end()
             return
         entries = gradient._values() if gradient.is_sparse else gradient
         if torch.isfinite(entries).all():
-            changed.append((parameter, None if parameter.grad is None else parameter.grad.clone()))
+            self.changed.append((parameter, None if parameter.grad is None else parameter.grad.clone()))
             return
-        for other, before in changed:
+        for other, before in self.changed:
             other.grad = before
-        end()
+        self.end()
         raise NonFiniteError(
             f"The gradient of the parameter {name} is not finite, though the value is; no parameter and no .grad was "
             "changed. Either a derivative of the kernel or mean is not finite, as that of a square root of a distance of "
             "zero (add a small number to it, or clamp it), or the numbers are too large for their dtype (standardise the "
             "targets, or use float64)."
         )
-
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    handles += [parameter.register_hook(partial(check, name, parameter)) for name, parameter in trained]
-    Variable._execution_engine.queue_callback(end)

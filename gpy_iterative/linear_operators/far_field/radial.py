@@ -106,7 +106,7 @@ class RadialFarField(RadialTiles):
         # The right factor is the left one with its halves swapped (`BilinearWeights`).
         halves = 2 * vectors[0].shape[1] // weights.left.shape[-1]
         swapped = torch.arange(halves, device=self.x1.device).view(-1, 2).flip(1).flatten()
-        share = partial(self._share_of_derivative, vectors, swapped, value, alpha)
+        share = partial(self._share_of_batches, vectors, swapped, value, alpha)
         with self.cache.serving(*self.owner):
             totals = summed(share, self._own_batches(field), self.x1.device)
         self.complete(totals, weights.tensors)
@@ -114,7 +114,7 @@ class RadialFarField(RadialTiles):
         factor = 2 * self.function.derivative_factor
         return RadialDerivative((factor * inputs).to(self.x1.dtype), sum_of_values, sum_of_alpha)
 
-    def _share_of_derivative(
+    def _share_of_batches(
         self, vectors: list[Tensor], swapped: Tensor, value: bool, alpha: bool, batches: Sequence[Batch]
     ) -> list[Tensor]:
         """Sums of G_ij (x_i - x_j) by row [n, d], of f and of df/dalpha."""

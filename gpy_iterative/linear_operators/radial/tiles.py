@@ -95,39 +95,40 @@ class RadialTiles(Tiles):
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> "RadialDerivative":
         """See `RadialDerivative`; without `value` or `alpha` that part is 0."""
-        apart, batch = self.distances.apart, weights.batch_shape
         x1 = self._with_ones(self.x1)
         x2 = x1 if self.symmetric else self._with_ones(self.x2)
-        # Terms cancel.
-        zeros = partial(self.x1.new_zeros, dtype=torch.float64)
-
-        def share(visits: Sequence[Tile]) -> list[Tensor]:
-            rows = zeros((*batch, *x1.shape[-2:]))
-            columns = rows if self.symmetric else zeros((*batch, *x2.shape[-2:]))
-            sum_of_values, sum_of_alpha = zeros(batch), zeros(batch)
-            for tile in visits:
-                tile_weights = weights.at(tile, out=self.scratch((*batch, *tile.shape[-2:]), 2))
-                if alpha:
-                    terms = self.alpha_derivatives(tile) * tile_weights
-                    sum_of_alpha += terms.sum((-2, -1), dtype=torch.float64)
-                values, derivatives = self.values_and_derivatives(tile)
-                if value:
-                    sum_of_values += torch.linalg.vecdot(values.flatten(-2), tile_weights.flatten(-2))
-                tile_weights.mul_(derivatives)
-                of_rows, of_columns = rows[..., tile.rows], columns[..., tile.columns]
-                of_rows += x2[..., tile.columns] @ tile_weights.mT
-                of_columns += x1[..., tile.rows] @ tile_weights
-                for coordinate in apart:
-                    terms = tile_weights * self.distances.difference(coordinate, tile.rows, tile.columns)
-                    of_rows[..., coordinate, :] -= terms.sum(-1, dtype=torch.float64)
-                    of_columns[..., coordinate, :] += terms.sum(-2, dtype=torch.float64)
-            return [rows, sum_of_values, sum_of_alpha, *([] if self.symmetric else [columns])]
-
+        share = partial(self._share_of_derivative, weights, x1, x2, value, alpha)
         rows, sum_of_values, sum_of_alpha, *columns = self.sums(share, self.visits())
         of_columns = [self._of_inputs(part, x2) for part in columns]
         found = [self._of_inputs(rows, x1), sum_of_values, sum_of_alpha, *of_columns]
         self.complete(found, weights.tensors)
         return RadialDerivative(*found)
+
+    def _share_of_derivative(
+        self, weights: TileWeights, x1: Tensor, x2: Tensor, value: bool, alpha: bool, visits: Sequence[Tile]
+    ) -> list[Tensor]:
+        """Sums G [x, 1] by row [*b, d + 1, n], of f, of df/dalpha, and without symmetry by column."""
+        batch, zeros = weights.batch_shape, partial(self.x1.new_zeros, dtype=torch.float64)  # terms cancel
+        rows = zeros((*batch, *x1.shape[-2:]))
+        columns = rows if self.symmetric else zeros((*batch, *x2.shape[-2:]))
+        sum_of_values, sum_of_alpha = zeros(batch), zeros(batch)
+        for tile in visits:
+            tile_weights = weights.at(tile, out=self.scratch((*batch, *tile.shape[-2:]), 2))
+            if alpha:
+                terms = self.alpha_derivatives(tile) * tile_weights
+                sum_of_alpha += terms.sum((-2, -1), dtype=torch.float64)
+            values, derivatives = self.values_and_derivatives(tile)
+            if value:
+                sum_of_values += torch.linalg.vecdot(values.flatten(-2), tile_weights.flatten(-2))
+            tile_weights.mul_(derivatives)
+            of_rows, of_columns = rows[..., tile.rows], columns[..., tile.columns]
+            of_rows += x2[..., tile.columns] @ tile_weights.mT
+            of_columns += x1[..., tile.rows] @ tile_weights
+            for coordinate in self.distances.apart:
+                terms = tile_weights * self.distances.difference(coordinate, tile.rows, tile.columns)
+                of_rows[..., coordinate, :] -= terms.sum(-1, dtype=torch.float64)
+                of_columns[..., coordinate, :] += terms.sum(-2, dtype=torch.float64)
+        return [rows, sum_of_values, sum_of_alpha, *([] if self.symmetric else [columns])]
 
     def scale_products(self, rhs: Tensor) -> Tensor:
         """sum_j G_ij (x_i - x_j)^2 a_j [*b, n, d] with a = rhs [*b, n, 1] and G = df/dq over its factor.
