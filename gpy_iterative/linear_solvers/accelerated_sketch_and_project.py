@@ -88,9 +88,6 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
             self._accelerate(iterate, state, state.convexity, rows, update, product)
         return state if state.way_back.growth(iterate.residual) <= 1 else self._give_up(iterate, state)
 
-    def work_per_step(self, operator: LinearOperator, state: _State) -> float:
-        return min(self.block_size / operator.shape[-1], 1.0)
-
     def _accelerate(
         self, iterate: Iterate, state: _State, convexity: float, rows: Tensor, update: Tensor, product: Tensor
     ) -> None:
@@ -122,6 +119,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
             momentum=iterate.value.clone(),
             momentum_residual=iterate.residual.clone(),
             way_back=WayBack.to(iterate),
+            share=min(self.block_size / len(iterate.residual), 1.0),
             convexity=convexity,
             generator=generator,
         )

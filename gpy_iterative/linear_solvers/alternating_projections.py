@@ -30,7 +30,6 @@ MAX_FACTOR_BYTES = 2**29
 @dataclass(frozen=True, kw_only=True)
 class _State(SolverState):
     block_size: int
-    share: float  # epochs of a projection
     shortfall: float  # at the last look
     steps: int = 0  # since then
     factors: dict[int, BlockFactor] = field(default_factory=dict)  # by block
@@ -103,6 +102,3 @@ class AlternatingProjections(IterativeSolver[_State]):
         gained, remaining = math.log(state.shortfall / iterate.shortfall), math.log(iterate.shortfall)
         is_slow = remaining * epochs > PATIENCE * gained
         return replace(state, shortfall=iterate.shortfall, steps=0), self.fallback if is_slow else None
-
-    def work_per_step(self, operator: LinearOperator, state: _State) -> float:
-        return state.share

@@ -143,6 +143,7 @@ class SolverState:
     """State of an iteration besides its iterate.
 
     Attributes:
+        share: epochs of a step.
         curvature: upper bound on the smallest eigenvalue of H.
         has_diverged: no further step can help.
         by_column: names of fields with one part per open column: tensors [n, s], or objects with `narrow`.
@@ -151,6 +152,7 @@ class SolverState:
     by_column: ClassVar[tuple[str, ...]] = ()
 
     setup: float = 0.0  # epochs
+    share: float = 1.0
     curvature: float | Tensor = math.inf
     has_diverged: bool = False
     preconditioner: Preconditioner | None = None
@@ -221,10 +223,6 @@ class IterativeSolver(Solver, Generic[State]):
     def step(self, operator: LinearOperator, iterate: Iterate, state: State) -> State:
         """One iteration; replaces or overwrites the iterate's value and residual."""
 
-    @abstractmethod
-    def work_per_step(self, operator: LinearOperator, state: State) -> float:
-        """Epochs of a step."""
-
     def narrow(self, state: State, columns: Tensor) -> State:
         """State of the remaining columns."""
         parts = {name: getattr(state, name) for name in state.by_column}
@@ -290,7 +288,7 @@ class IterativeSolver(Solver, Generic[State]):
         """One round; a status if another cannot help."""
         operator, begun_at = columns.operator, columns.shortfall()
         while True:
-            epochs = work.epochs + work.solver.work_per_step(operator, work.state)
+            epochs = work.epochs + work.state.share
             if epochs > self.max_epochs * (1 + 1e-9):  # a sum of fractions rounds
                 return SolveStatus.BUDGET_EXHAUSTED
             work.state = work.solver.step(operator, iterate, work.state)

@@ -98,6 +98,3 @@ class ConjugateGradients(IterativeSolver[_State]):
         iterate.value.addcmul_(direction, length)
         curvature = torch.minimum(state.curvature, lowest_curvature(direction, energy))
         return replace(state, directions=following, curvature=curvature)
-
-    def work_per_step(self, operator: LinearOperator, state: _State) -> float:
-        return 1.0

@@ -101,13 +101,11 @@ class StochasticDescent(IterativeSolver[State]):
             for_rows = 2 * (1 - self.momentum) * min(self.batch_size, size) / diagonal
             rate = 0.5 * min(self._largest_stable_product() * size / largest, for_rows)
         common = {"way_back": WayBack.to(iterate), "learning_rate": rate, "generator": generator, "setup": setup}
-        return self.state_class(**common, **self._at_rest(iterate))
+        share = min(self.batch_size / operator.shape[-1], 1.0)
+        return self.state_class(share=share, **common, **self._at_rest(iterate))
 
     def restart(self, iterate: Iterate, state: State) -> State:
         return replace(state, way_back=WayBack.to(iterate), halvings=0, **self._at_rest(iterate))
-
-    def work_per_step(self, operator: LinearOperator, state: State) -> float:
-        return min(self.batch_size / operator.shape[-1], 1.0)
 
     def _within_bounds(self, operator: LinearOperator, iterate: Iterate, state: State, residual: Tensor) -> State:
         """The state, or a restart with half the step size if residuals grew."""

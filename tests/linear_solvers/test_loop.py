@@ -146,9 +146,6 @@ class Optimist(IterativeSolver[SolverState]):
     def narrow(self, state: SolverState, columns: Tensor) -> SolverState:
         return state
 
-    def work_per_step(self, operator: LinearOperator, state: SolverState) -> float:
-        return 1.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Estimating(Optimist):
