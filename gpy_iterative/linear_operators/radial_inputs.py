@@ -81,22 +81,20 @@ def _factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> tuple[lis
 
 
 def _over_lengthscale(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    _check_lengthscales(kernel, x1)
     # Integers are centred in float64: float32 would round time stamps in seconds to minutes.
     dtype = value_dtype(kernel, x1)
     x1, x2 = (x if x is None or x.is_floating_point() else x.double() for x in (x1, x2))
     # By the first columns: predictions and systems with new data then round the training data as training did.
-    centre = _centre(x1 if x2 is None else x2)
+    centre = _centre(kernel, x1 if x2 is None else x2)
     x1, x2 = (None if x is None else (x - centre).to(dtype) / kernel.lengthscale for x in (x1, x2))
     return x1, x2
 
 
 def _on_circles(kernel: kernels.PeriodicKernel, x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """[*b, n, 2d]: all cosines, then all sines. Phases are float64: float32 would round those of many periods."""
-    _check_lengthscales(kernel, x1)
     dtype, period, root = value_dtype(kernel, x1), kernel.period_length.double(), kernel.lengthscale.double().sqrt()
     # Turning all points changes nothing, so derivatives by the period need not grow with the distance from zero.
-    centre = _centre(x1 if x2 is None else x2).double()
+    centre = _centre(kernel, x1 if x2 is None else x2).double()
     start = (centre / period.detach()).remainder(1.0)
 
     def scaled(x: Tensor) -> Tensor:
@@ -112,16 +110,13 @@ def _joined(inputs: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([x.expand(*batch, *x.shape[-2:]) for x in inputs], dim=-1)
 
 
-def _check_lengthscales(kernel: kernels.Kernel, inputs: Tensor) -> None:
-    if kernel.ard_num_dims not in (None, 1, inputs.shape[-1]):
+def _centre(kernel: kernels.Kernel, x: Tensor) -> Tensor:
+    """The median [*b, 1, d]: float32 loses digits far from the origin, and an outlier would move a mean."""
+    if kernel.ard_num_dims not in (None, 1, x.shape[-1]):
         raise ValueError(
             f"The {type(kernel).__name__} has ard_num_dims={kernel.ard_num_dims}, but its inputs have shape "
-            f"{tuple(inputs.shape)}: set ard_num_dims={inputs.shape[-1]}, or active_dims."
+            f"{tuple(x.shape)}: set ard_num_dims={x.shape[-1]}, or active_dims."
         )
-
-
-def _centre(x: Tensor) -> Tensor:
-    """The median [*b, 1, d]: float32 loses digits far from the origin, and an outlier would move a mean."""
     ordered = x.detach()[..., :CENTRE_ROWS, :].sort(dim=-2).values
     middle = ordered.shape[-2] // 2
     return ordered[..., middle : middle + 1, :] if ordered.shape[-2] else ordered.new_zeros(1, x.shape[-1])
