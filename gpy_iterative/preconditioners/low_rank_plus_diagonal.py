@@ -42,10 +42,12 @@ class LowRankPlusDiagonal(Preconditioner):
         self.factor, self.diagonal = factor, diagonal
         self.build_epochs = self.rank / factor.shape[-2] if build_epochs is None else build_epochs
         inner = _inner_matrix(factor, diagonal, factor.dtype)
-        # Norm of the diagonal of W^T W.
-        self._norm = float(torch.linalg.vector_norm(inner.diagonal(dim1=-2, dim2=-1) - 1, dim=-1).amax())
-        if self._working_dtype != factor.dtype:
-            inner = _inner_matrix(factor, diagonal, self._working_dtype)
+        # Rounding errors eps sqrt(g_ii g_jj) of G = W^T W have a norm of about eps sqrt(k) mean(g_ii).
+        norm = torch.linalg.vector_norm(inner.diagonal(dim1=-2, dim2=-1) - 1, dim=-1).amax()
+        #: Largest eps with which products may be computed.
+        self._allowed_eps = float(ROUNDING / norm)
+        if torch.finfo(factor.dtype).eps > self._allowed_eps:
+            inner = _inner_matrix(factor, diagonal, torch.float64)
         self._cholesky, info = torch.linalg.cholesky_ex(inner)
         if info.any():  # I + W^T W is positive definite if finite
             raise NonFiniteError(
@@ -78,7 +80,8 @@ class LowRankPlusDiagonal(Preconditioner):
 
     def solve(self, rhs: Tensor) -> Tensor:
         """S^-1 rhs for [*b, n, s]."""
-        if self._working_dtype != rhs.dtype:  # errors along large eigenvectors of H would spoil conjugate gradients
+        # Errors along large eigenvectors of H would spoil conjugate gradients.
+        if rhs.dtype != self.factor.dtype or torch.finfo(rhs.dtype).eps > self._allowed_eps:
             return self._solve_in_float64(rhs)
         diagonal = self.diagonal.unsqueeze(-1)
         return (rhs - _times(self.factor, self._inner_solve(_times(self.factor.mT, rhs / diagonal)))) / diagonal
@@ -114,12 +117,6 @@ class LowRankPlusDiagonal(Preconditioner):
         whitened = diagonal_base / root
         inner = self._inner_solve(factor_base - _times(self.factor.mT, whitened))
         return whitened + _times(self.factor, inner) / self.diagonal.unsqueeze(-1)
-
-    @property
-    def _working_dtype(self) -> torch.dtype:
-        # Rounding errors eps sqrt(g_ii g_jj) have a norm of about eps sqrt(k) mean(g_ii).
-        is_lost = torch.finfo(self.factor.dtype).eps * self._norm > ROUNDING
-        return torch.float64 if is_lost else self.factor.dtype
 
     def _inner_solve(self, rhs: Tensor) -> Tensor:
         return torch.cholesky_solve(rhs.double(), self._cholesky).to(rhs.dtype)
