@@ -15,6 +15,7 @@ from gpy_iterative.fitting.checkpoint import write_checkpoint
 from gpy_iterative.fitting.coordinates import Coordinates, free_parameters
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
 from gpy_iterative.fitting.steps.adam import AdamSteps
+from gpy_iterative.fitting.steps.average_information import AverageInformation
 from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point, Step
 from gpy_iterative.fitting.stopping import CLEAR, LEFT, NEAR, NOISE, FitStatus, has_converged, has_stalled, is_drowned
@@ -120,7 +121,8 @@ class CurvatureLoop(Loop):
         is_last = self._steps >= self.max_steps
         found, is_new = self._assess(is_last=is_last)
         limit = _noise_limit(found)
-        if has_converged(found.left, found.noise) and not found.curvature.is_rough:
+        is_converged = has_converged(found.left, found.noise) and not found.curvature.is_rough
+        if is_converged and (is_last or not self._gains_unseen(found)):
             is_settled = found.noise <= limit or self._has_raised
             if is_settled or not self._optimiser.raise_probes():
                 return self._ended(found, limit)
@@ -138,9 +140,14 @@ class CurvatureLoop(Loop):
             return FitStatus.BUDGET
         self._last, self._assessed = self._optimiser.step(), None
         if self._last is None:
-            return FitStatus.STAGNATED
+            return self._ended(found, limit) if is_converged else FitStatus.STAGNATED
         self._steps += 1
         return None
+
+    def _gains_unseen(self, found: Assessment) -> bool:
+        """Whether an exact fit's last step gained more than may be left: A may be larger than the curvature."""
+        is_exact = self.method == AverageInformation.method and not len(found.samples)
+        return is_exact and self._last is not None and self._last.gained > LEFT
 
     def _ended(self, found: Assessment, limit: float) -> FitStatus:
         """Far from the optimum something other than noise hides a gain."""
