@@ -20,6 +20,7 @@ from gpy_iterative.fitting import FitStatus
 from gpy_iterative.fitting.loops import CurvatureLoop
 from gpy_iterative.fitting.steps import levenberg_marquardt
 from gpy_iterative.fitting.steps.adam import AdamSteps
+from gpy_iterative.fitting.stopping import has_converged
 from tests.exact.gaussian_models import CASES, Case, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_information, dense_optimum, dense_value, regression
 from tests.laplace.cases import Exposed, LaplaceModel
@@ -248,6 +249,31 @@ def test_stagnated() -> None:
     assert result.steps == 1
     assert not result.has_standard_errors
     assert "not determined" not in str(result)
+
+
+@pytest.mark.parametrize(("solver", "more"), [(None, 1), (ITERATIVE, 0)], ids=["exact", "iterative"])
+def test_an_exact_fit_goes_on_while_its_last_step_gained(solver: gpi.solvers.Solver | None, more: int) -> None:
+    def steps(gain: float, most: int) -> int:
+        optimiser = gpi.fitting.AverageInformation(regression(100, solver=solver))
+        loop, step = CurvatureLoop(optimiser, [], most), optimiser.step
+        optimiser.step = lambda: replace(step(), gained=gain)
+        while (status := loop.advance()) is None:
+            pass
+        assert status is FitStatus.CONVERGED
+        return loop.steps
+
+    few = steps(0.04, 30)
+    assert steps(0.06, few + 1) == few + more
+
+
+def test_an_exact_fit_that_cannot_go_on_from_its_optimum_has_converged() -> None:
+    optimiser = gpi.fitting.AverageInformation(regression(100))
+    loop, step = CurvatureLoop(optimiser, [], 30), optimiser.step
+    optimiser.step = lambda: None if has_converged(loop._lefts[-1], 0.0) else replace(step(), gained=0.06)
+    while (status := loop.advance()) is None:
+        pass
+    assert status is FitStatus.CONVERGED
+    assert loop.steps > 2
 
 
 def test_a_fit_that_blind_steps_do_not_help_ends_at_its_best_point(monkeypatch: pytest.MonkeyPatch) -> None:
