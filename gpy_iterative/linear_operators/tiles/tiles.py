@@ -218,7 +218,7 @@ class Tiles(ABC):
             for i, j in combinations_with_replacement(numbers, 2):
                 tile = self.at(i, j)
                 entries = self.values(tile) if is_alone else self.evaluate(tile, self.scratch(tile.shape, 0))
-                rows, columns = (slice(part.start - first, part.stop - first) for part in tile[1:3])
+                rows, columns = (slice(part.start - first, part.stop - first) for part in (tile.rows, tile.columns))
                 result[rows, columns] = entries
                 if i != j:
                     result[columns, rows] = entries.mT
