@@ -66,23 +66,26 @@ class AverageInformation(LevenbergMarquardt):
         super().__init__(mll.variant(solver=_solver(mll)), params)
         self._given = mll
         self._generator = torch.Generator().manual_seed(0) if generator is None else generator
-        self._known: Curvature | None = None  # the last one
+        # The last ones:
+        self._known: Curvature | None = None
+        self._samples: Tensor | None = None
 
     def assess(self) -> Assessment:
         is_new = self._assessment is None
         found = super().assess()
         if is_new:
             self._given.continue_from(self.mll)
-            self._known = found.curvature
+            self._known, self._samples = found.curvature, found.samples
         return found
 
     def estimate(self) -> Assessment | None:
-        """By the curvature of the point before; it saves the solve of the curvature, a third of a step."""
+        """By the curvature and the noise of the point before: without their solve and derivative, half a step."""
         known, point = self._known, self.point
         if self._assessment is not None or known is None or known.solutions is None:
             return self._assessment
         self._given.continue_from(self.mll)
-        return self._assessed_by(replace(known, correction=torch.zeros_like(known.correction), epochs=0.0), point)
+        known = replace(known, correction=torch.zeros_like(known.correction), epochs=0.0)
+        return self._assessed_by(known, point, self._samples)
 
     def raise_probes(self, factor: int = 4) -> bool:
         """Multiplies the number of probes; False, without changes, beyond `MOST_ENTRIES`."""
@@ -96,7 +99,7 @@ class AverageInformation(LevenbergMarquardt):
     def state(self) -> dict[str, Tensor]:
         known = {}
         if self._known is not None:
-            known = {"curvature": self._known.matrix, "linear": self._known.linear}
+            known = {"curvature": self._known.matrix, "linear": self._known.linear, "samples": self._samples}
             if self._known.solutions is not None:
                 known["guess"] = self._known.solutions.clone()
         return {
@@ -117,7 +120,7 @@ class AverageInformation(LevenbergMarquardt):
         except BaseException:
             self.mll = known
             raise
-        self._known = None
+        self._known, self._samples = None, state.get("samples")
         if "curvature" in state:
             nothing = torch.zeros_like(state["curvature"][0])
             self._known = Curvature(state["curvature"], nothing, state["linear"], state.get("guess"), 0.0)

@@ -180,7 +180,8 @@ class LevenbergMarquardt(ABC):
     def _assessed(self, point: Point) -> Assessment:
         return self._assessed_by(self._curvature(point), point)
 
-    def _assessed_by(self, curvature: Curvature, point: Point) -> Assessment:
+    def _assessed_by(self, curvature: Curvature, point: Point, samples: Tensor | None = None) -> Assessment:
+        """By known samples of the noise, or by new ones."""
         gradient = point.gradient + curvature.correction
         is_lowest, is_highest = self.coordinates.at_bounds(point.position)
         held = (is_lowest & (gradient < 0)) | (is_highest & (gradient > 0))
@@ -196,7 +197,7 @@ class LevenbergMarquardt(ABC):
         no_samples = gradient.new_zeros(0, len(gradient))
         found = Assessment(curvature, gradient, held, 0.0, 0.0, no_samples, RIDGE * scale, radius)
         left = found.energy(gradient.unsqueeze(0))
-        samples = self._noise(point, left)
+        samples = self._noise(point, left) if samples is None else samples
         if samples is None:
             return replace(found, left=left)
         return replace(found, left=left, samples=samples, noise=found.energy(samples))
