@@ -15,7 +15,6 @@ from gpy_iterative.fitting.checkpoint import write_checkpoint
 from gpy_iterative.fitting.coordinates import Coordinates, free_parameters
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
 from gpy_iterative.fitting.steps.adam import AdamSteps
-from gpy_iterative.fitting.steps.average_information import AverageInformation
 from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point, Step
 from gpy_iterative.fitting.stopping import CLEAR, LEFT, NEAR, NOISE, FitStatus, has_converged, has_stalled, is_drowned
@@ -145,9 +144,10 @@ class CurvatureLoop(Loop):
         return None
 
     def _gains_unseen(self, found: Assessment) -> bool:
-        """Whether an exact fit's last step gained more than may be left: A may be larger than the curvature."""
-        is_exact = self.method == AverageInformation.method and not len(found.samples)
-        return is_exact and self._last is not None and self._last.gained > LEFT
+        """Whether an exact fit's last step gained more than may be left, where the curvature does not show it."""
+        if self._optimiser.knows_curvature or len(found.samples):
+            return False
+        return self._last is not None and self._last.gained > LEFT
 
     def _ended(self, found: Assessment, limit: float) -> FitStatus:
         """Far from the optimum something other than noise hides a gain."""

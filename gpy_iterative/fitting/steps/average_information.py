@@ -49,6 +49,7 @@ class AverageInformation(LevenbergMarquardt):
     """
 
     method = "average_information"
+    knows_curvature = False
     _failed = (SolveStatus.DIVERGED, SolveStatus.INDEFINITE)
 
     def __init__(
@@ -81,8 +82,8 @@ class AverageInformation(LevenbergMarquardt):
     def estimate(self) -> Assessment | None:
         """By the curvature and the noise of the point before: without their solve and derivative, half a step."""
         known, point = self._known, self.point
-        if self._assessment is not None or known is None or known.solutions is None:
-            return self._assessment
+        if known is None or known.solutions is None:
+            return None
         self._given.continue_from(self.mll)
         known = replace(known, correction=torch.zeros_like(known.correction), epochs=0.0)
         return self._assessed_by(known, point, self._samples)

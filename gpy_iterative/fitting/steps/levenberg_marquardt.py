@@ -46,6 +46,7 @@ class LevenbergMarquardt(ABC):
     """Base of the optimisers, which differ in their curvature. ValueError without a free parameter."""
 
     method: ClassVar[str]
+    knows_curvature: ClassVar[bool]  # at the end; else A may be larger
     _failed: ClassVar[tuple[SolveStatus, ...]]  # after these, a point is unusable
 
     def __init__(self, mll: Any, params: Sequence[Any]) -> None:

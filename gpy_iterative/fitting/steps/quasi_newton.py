@@ -45,6 +45,7 @@ class QuasiNewton(LevenbergMarquardt):
     """
 
     method = "quasi_newton"
+    knows_curvature = True
     _failed = tuple(status for status in SolveStatus if status not in SOLVED)
 
     def __init__(self, mll: Any, *, params: Sequence[Any] = ()) -> None:

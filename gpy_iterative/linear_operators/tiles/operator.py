@@ -1,6 +1,7 @@
 """Linear operators made of tiles."""
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +28,12 @@ class BilinearWeights:
         left, right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
         self.tensors, self._is_symmetric = (left, right), tiles.symmetric
         self.left = torch.cat([left, right], dim=-1) if tiles.symmetric else left
-        self.right = torch.cat([right, left], dim=-1) if tiles.symmetric else right
+
+    @cached_property
+    def right(self) -> Tensor:
+        """Made when first needed: far fields take swapped halves of `left`."""
+        left, right = self.tensors
+        return torch.cat([right, left], dim=-1) if self._is_symmetric else right
 
     def at(self, tile: Tile, out: Tensor | None = None) -> Tensor:
         """W at a tile, which the caller may overwrite; for a symmetric K, W at the transposed tile is added."""
