@@ -22,7 +22,8 @@ from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.logdet.lanczos import (
     MAX_LOGDET_PRODUCTS,
     BracketPositions,
-    stochastic_logdet,
+    LogDeterminantQuadrature,
+    SharedProducts,
 )
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
@@ -134,36 +135,30 @@ def stochastic_estimate(
 
     `probes` are for the gradient, `logdet_probes` for the value, `tolerances` for target and probes.
     """
-    guess_product = dual_product = None
-    if initial_guess is not None:  # one product for both reads the tiles once
-        columns = torch.cat([initial_guess, logdet_probes.covariance.solve(logdet_probes.vectors)], dim=-1)
-        split = [initial_guess.shape[-1]]
-        guess_product, dual_product = operator._matmul(columns).tensor_split(split, dim=-1)
     # The value must not cost more products than the gradient.
     budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
-    log_determinant = stochastic_logdet(
+    quadrature = LogDeterminantQuadrature(
         operator,
         logdet_probes.vectors,
-        preconditioner=logdet_probes.covariance,
+        logdet_probes.covariance,
         max_iterations=min(MAX_LOGDET_PRODUCTS, int(budget)),
         positions=positions,
-        first_product=dual_product,
     )
     num_probes = probes.vectors.shape[-1]
     groups = (ColumnGroup("targets", 1, tolerances[0]), ColumnGroup("probes", num_probes, tolerances[1]))
     rhs = torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1)
     covariance = logdet_probes.covariance  # a Vecchia factor is the solver's, see `suited_to`
     solution = solver.solve(
-        operator,
+        SharedProducts.of(operator, quadrature),
         rhs,
         groups=groups,
         preconditioner=covariance if isinstance(covariance, SparseInverseCholesky) else None,
         norm=covariance,
         initial_guess=initial_guess,
-        guess_product=guess_product,
         generator=generator,
         callback=callback,
     )
+    log_determinant = quadrature.finished()
     weights, solved = solution.value[..., 0], solution.value[..., 1:]
     # The residual makes its error of second order in the solver's.
     quadratic = (weights * (residual + solution.residual[..., 0])).sum(-1)

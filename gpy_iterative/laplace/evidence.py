@@ -19,7 +19,7 @@ As G H G = G, I - G H changes no mean; it reduces the variance.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -32,7 +32,7 @@ from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.dense import DenseInverse
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem
 from gpy_iterative.linear_operators.latent import LatentPrior
-from gpy_iterative.linear_solvers.logdet.lanczos import stochastic_logdet
+from gpy_iterative.linear_solvers.logdet.lanczos import LogDeterminantQuadrature, SharedProducts
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.surrogate import surrogate
 
@@ -124,8 +124,10 @@ def stochastic_evidence(
 ) -> ObjectiveEstimate:
     """From probes: a block solve, a product, the adjoint's solve."""
     curvature, system = solution.curvature, WhitenedSystem.at(prior.operator, solution)
-    probes = _probes(system, num_probes, generator)
-    solved = system.solve(probes.vectors, tolerance)
+    probes, of_logdet = (_probes(system, count, generator) for count in (num_probes, NUM_LOGDET_PROBES))
+    quadrature = LogDeterminantQuadrature(system.operator, of_logdet.vectors, system.preconditioner)
+    shared = replace(system, operator=SharedProducts.of(system.operator, quadrature))
+    solved = shared.solve(probes.vectors, tolerance)
     root = solution.inverse.root
     known = curvature.root_t(curvature.pinv(root))  # G = known known^T
     # Makes the solve's error orthogonal to the actions.
@@ -149,9 +151,7 @@ def stochastic_evidence(
         adjoint, epochs, adjoint_status = _indefinite_adjoint(prior, hessian, source, tolerance)
     image = prior.matmul(adjoint.unsqueeze(-1))
     v = solution.value.flatten()
-    logdet = stochastic_logdet(
-        system.operator, _probes(system, NUM_LOGDET_PROBES, generator).vectors, system.preconditioner
-    )
+    logdet = quadrature.finished()
     status = max(solution.status, solved.status, adjoint_status, key=list(SolveStatus).index)
     return ObjectiveEstimate(
         value=solution.log_joint - logdet.mean.double() / 2,

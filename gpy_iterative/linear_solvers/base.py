@@ -45,7 +45,6 @@ class Solver(ABC):
         preconditioner: Preconditioner | None = None,
         norm: Preconditioner | None = None,
         initial_guess: Tensor | None = None,
-        guess_product: Tensor | None = None,
         generator: torch.Generator | None = None,
         callback: Callable[[SolveProgress], None] | None = None,
     ) -> Solution:
@@ -58,7 +57,6 @@ class Solver(ABC):
             preconditioner: of this operator; None: that of the solver's options.
             norm: P near H: residuals are then also below three tolerances in the norm of P^-1.
             initial_guess: shaped as rhs; its columns are scaled to least error.
-            guess_product: H times the guess.
             generator: for random solvers; None: seed 0.
             callback: receives progress, on an accelerator every few iterations.
 
@@ -70,14 +68,13 @@ class Solver(ABC):
         if is_vector:
             rhs = rhs.unsqueeze(-1)
             initial_guess = None if initial_guess is None else initial_guess.unsqueeze(-1)
-            guess_product = None if guess_product is None else guess_product.unsqueeze(-1)
         if groups is None:
             groups = (ColumnGroup("targets", rhs.shape[-1], self.tolerance),)
         # Tiles of inference tensors cannot be kept.
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():
             kept = operator.clone() if is_inference else operator
-            system = LinearSystem(kept, rhs, groups, preconditioner, initial_guess, generator, callback, guess_product)
+            system = LinearSystem(kept, rhs, groups, preconditioner, initial_guess, generator, callback)
             solution = self._solve_columns(system)
             if norm is not None:
                 solution = _small_in_norm(self, system, solution, norm)

@@ -44,7 +44,7 @@ DIVERGENCE = 1e3
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """Arguments of `Solver.solve`. Raises ValueError."""
+    """Arguments of `Solver.solve`; `guess_product` is H times the guess, if known. Raises ValueError."""
 
     operator: LinearOperator
     rhs: Tensor
@@ -70,15 +70,12 @@ class LinearSystem:
             )
         if sum(group.size for group in self.groups) != rhs.shape[-1]:
             raise ValueError(f"The groups' sizes do not add up to {rhs.shape[-1]} columns: {self.groups}.")
-        for name in ("initial_guess", "guess_product"):
-            given = getattr(self, name)
-            if given is not None and (given.shape, given.dtype) != (rhs.shape, rhs.dtype):
-                raise ValueError(
-                    f"{name} must have the shape and dtype of the right-hand side, {tuple(rhs.shape)}, {rhs.dtype}; got "
-                    f"{tuple(given.shape)}, {given.dtype}."
-                )
-        if self.initial_guess is None and self.guess_product is not None:
-            raise ValueError("guess_product was given without its initial_guess. Give both, or neither.")
+        guess = self.initial_guess
+        if guess is not None and (guess.shape, guess.dtype) != (rhs.shape, rhs.dtype):
+            raise ValueError(
+                "initial_guess must have the shape and dtype of the right-hand side, "
+                f"{tuple(rhs.shape)}, {rhs.dtype}; got {tuple(guess.shape)}, {guess.dtype}."
+            )
 
     def members(self) -> Iterator["LinearSystem"]:
         for index in itertools.product(*map(range, self.operator.batch_shape)):
@@ -146,7 +143,7 @@ class Columns:
         """Value and residual of the guess, scaled to least error or as given; zero where that is better."""
         if guess is None:
             return torch.zeros_like(self._rhs), self._rhs.clone()
-        self.overhead += 1  # also for the caller's product
+        self.overhead += 1  # also for a known product
         product = (self._matrix._matmul(guess) if product is None else product) / self.scale
         guess = guess / self.scale
         energy = (guess * product).sum(-2)

@@ -1,6 +1,5 @@
 """The shared loop: options, shapes, and residuals that are not what they seem."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -62,10 +61,6 @@ def test_what_does_not_fit_is_refused_before_any_work() -> None:
         solver.solve(operator, rhs, groups=(ColumnGroup("targets", 1, 0.1),))
     with pytest.raises(ValueError, match="initial_guess must"):
         solver.solve(operator, rhs, initial_guess=rhs[:, :1])
-    with pytest.raises(ValueError, match="guess_product must"):
-        solver.solve(operator, rhs, initial_guess=rhs, guess_product=rhs[:, :1])
-    with pytest.raises(ValueError, match="without its initial_guess"):
-        solver.solve(operator, rhs, guess_product=rhs)
     with pytest.raises(ValueError, match=r"float32.*float64"):
         solver.solve(operator, rhs.float())
     with pytest.raises(ValueError, match="square"):
@@ -85,29 +80,6 @@ def test_a_guess_is_scaled_to_its_best() -> None:
     solution = ConjugateGradients().solve(operator, rhs, initial_guess=exact * torch.tensor([1e-3, -2, 5, 1, 7, 0.1]))
     assert solution.stats.iterations == 0
     torch.testing.assert_close(solution.value, exact)
-
-
-@pytest.mark.parametrize("batch", [(), (2,)])
-def test_the_image_of_a_guess_saves_a_product(batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    operator, rhs = system(), right_hand_sides().expand(*batch, N, 6).clone()
-    rhs[..., 0] *= torch.arange(1, 3).double().view(-1, 1) if batch else 1  # members that differ
-    operator = operator.expand(*batch, N, N) if batch else operator
-    guess = rhs.flip(-2)
-    image = operator.to_dense() @ guess
-    products, matmul = [], NoisyLinearOperator._matmul
-
-    def counting(operator: NoisyLinearOperator, rhs: Tensor) -> Tensor:
-        products.append(rhs.shape[-1])
-        return matmul(operator, rhs)
-
-    monkeypatch.setattr(NoisyLinearOperator, "_matmul", counting)
-    plain = ConjugateGradients().solve(operator, rhs, initial_guess=guess)
-    count = len(products)
-    given = ConjugateGradients().solve(operator, rhs, initial_guess=guess, guess_product=image)
-    assert 2 * count - len(products) == math.prod(batch)
-    torch.testing.assert_close(given.value, plain.value)
-    torch.testing.assert_close(given.residual, plain.residual)
-    assert (given.stats.epochs, given.stats.overhead) == (plain.stats.epochs, plain.stats.overhead)
 
 
 def test_columns_that_are_done_leave_the_block() -> None:

@@ -142,7 +142,6 @@ def stochastic_logdet(
     max_iterations: int = MAX_LOGDET_PRODUCTS,
     tolerance: float | None = None,
     positions: BracketPositions | None = None,
-    first_product: Tensor | None = None,
 ) -> LogDeterminant:
     """Estimates log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
 
@@ -156,34 +155,11 @@ def stochastic_logdet(
         max_iterations: at least two.
         tolerance: of the quadrature's error, per datum; None: the probes' standard error, at least .003.
         positions: of a similar system.
-        first_product: H P^-1 xi [*b, n, s].
     """
-    size = probes.shape[-2]
-    most = min(max(max_iterations, LEAST_PRODUCTS), size)
-    lanczos = _Lanczos(operator, probes, preconditioner, first_product)
-    while True:
-        found = lanczos.advance()
-        is_last = len(lanczos.bounds) == most
-        if _is_enough(found.error, found.sem, size, tolerance):
-            break
-        if positions is not None and (estimate := positions.estimate(lanczos.bounds)) is not None:
-            expected, drifted = estimate
-            inherited = torch.hypot(drifted, positions.error)
-            counted = drifted if tolerance is None else inherited
-            is_enough = not positions.are_worn and _is_enough(counted, found.sem, size, tolerance)
-            if is_enough or (is_last and bool((inherited < found.error).all())):
-                found = _Found(expected, inherited, found.sem)
-                return lanczos.log_determinant(found, positions.used(len(lanczos.bounds)))
-        if is_last:
-            break
-    learned = BracketPositions.learned(lanczos.bounds, found.samples, found.error, positions)
-    return lanczos.log_determinant(found, learned)
-
-
-def _is_enough(error: Tensor, sem: Tensor, size: int, tolerance: float | None) -> bool:
-    if tolerance is not None:
-        return bool((error <= tolerance * size).all())
-    return bool((error <= (WORTH_OF_ERROR * sem).clamp_min(RESOLUTION * size)).all())
+    quadrature = LogDeterminantQuadrature(
+        operator, probes, preconditioner, max_iterations=max_iterations, tolerance=tolerance, positions=positions
+    )
+    return quadrature.finished()
 
 
 @dataclass(frozen=True)
@@ -193,50 +169,94 @@ class _Found:
     sem: Tensor  # from the probes [*b]
 
 
-class _Lanczos:
+class LogDeterminantQuadrature:
+    """`stochastic_logdet` in steps. It takes products H `wanted` from where they are made, see `SharedProducts`.
+
+    Attributes:
+        wanted: the next vectors to be multiplied by H, [*b, n, s]; None in the end.
+    """
+
+    wanted: Tensor | None
+
     def __init__(
-        self, operator: LinearOperator, probes: Tensor, preconditioner: Preconditioner, first_product: Tensor | None
+        self,
+        operator: LinearOperator,
+        probes: Tensor,
+        preconditioner: Preconditioner,
+        *,
+        max_iterations: int = MAX_LOGDET_PRODUCTS,
+        tolerance: float | None = None,
+        positions: BracketPositions | None = None,
     ) -> None:
-        self.bounds: list[Bounds] = []
-        self._operator, self._preconditioner, self._first_product = operator, preconditioner, first_product
+        self._operator, self._preconditioner = operator, preconditioner
+        self._size, self._tolerance, self._positions = probes.shape[-2], tolerance, positions
+        self._most = min(max(max_iterations, LEAST_PRODUCTS), self._size)
+        self._result: LogDeterminant | None = None
         # Pivoted Cholesky and Nystrom factors have K >= L L^T, so H >= L L^T + noise >= min(noise / d) P.
         self._floor: Tensor | None = None
         if isinstance(operator, NoisyLinearOperator) and isinstance(
             preconditioner, NystromFactor | PivotedCholeskyFactor
         ):
             self._floor = (operator.noise / preconditioner.diagonal).amin(-1)
-        self._num_signs = probes.shape[-2]
+        self._num_signs = self._size
         if isinstance(preconditioner, LowRankPlusDiagonal):
             self._num_signs += preconditioner.rank
-        self._residual, self._solved, self._previous = probes, preconditioner.solve(probes), torch.zeros_like(probes)
-        self._squared_norm = (probes * self._solved).sum(-2).clamp_min(0)
-        self._beta = self._squared_norm.sqrt()
+        self._bounds: list[Bounds] = []
         self._diagonals: list[Tensor] = []
         self._offdiagonals: list[Tensor] = []
         self._judged: Tensor | None = None  # its change bounds the error
+        solved = preconditioner.solve(probes)
+        self._squared_norm = (probes * solved).sum(-2).clamp_min(0)
+        self._beta, self._previous = self._squared_norm.sqrt(), torch.zeros_like(probes)
+        self._vector, self.wanted = self._scaled(probes, solved)
 
-    def advance(self) -> _Found:
+    def finished(self) -> LogDeterminant:
+        """The estimate, after products of its own where these are missing."""
+        while self._result is None:
+            self.take(self._operator._matmul(self.wanted))
+        return self._result
+
+    def take(self, product: Tensor) -> None:
+        """Goes on with H `wanted`."""
+        found, positions = self._advanced(product), self._positions
+        count = len(self._bounds)
+        is_last, is_enough = count == self._most, self._is_enough(found.error, found.sem)
+        if positions is not None and not is_enough and (estimate := positions.estimate(self._bounds)) is not None:
+            expected, drifted = estimate
+            inherited = torch.hypot(drifted, positions.error)
+            counted = drifted if self._tolerance is None else inherited
+            is_known = not positions.are_worn and self._is_enough(counted, found.sem)
+            if is_known or (is_last and bool((inherited < found.error).all())):
+                self._end(_Found(expected, inherited, found.sem), positions.used(count))
+                return
+        if is_enough or is_last:
+            self._end(found, BracketPositions.learned(self._bounds, found.samples, found.error, positions))
+
+    def _is_enough(self, error: Tensor, sem: Tensor) -> bool:
+        if self._tolerance is not None:
+            return bool((error <= self._tolerance * self._size).all())
+        return bool((error <= (WORTH_OF_ERROR * sem).clamp_min(RESOLUTION * self._size)).all())
+
+    def _scaled(self, residual: Tensor, solved: Tensor) -> tuple[Tensor, Tensor]:
         # Beta is zero when the Krylov space is exhausted.
         inverse = torch.where(self._beta > 0, 1 / torch.where(self._beta > 0, self._beta, 1.0), 0.0).unsqueeze(-2)
-        vector, dual = self._residual * inverse, self._solved * inverse
-        is_first = not self._diagonals
-        if is_first and self._first_product is not None:
-            product = self._first_product * inverse
-        else:
-            product = self._operator._matmul(dual)
-        alpha = (dual * product).sum(-2)
-        residual = product - alpha.unsqueeze(-2) * vector
-        if not is_first:
+        return residual * inverse, solved * inverse
+
+    def _advanced(self, product: Tensor) -> _Found:
+        alpha = (self.wanted * product).sum(-2)
+        residual = product - alpha.unsqueeze(-2) * self._vector
+        if self._diagonals:
             residual -= self._beta.unsqueeze(-2) * self._previous
             self._offdiagonals.append(self._beta)
         self._diagonals.append(alpha)
-        self._residual, self._solved, self._previous = residual, self._preconditioner.solve(residual), vector
-        beta = (residual * self._solved).sum(-2).clamp_min(0).sqrt()
+        solved, self._previous = self._preconditioner.solve(residual), self._vector
+        beta = (residual * solved).sum(-2).clamp_min(0).sqrt()
         # A beta of rounding size gives no new direction.
         self._beta = torch.where(beta > 10 * torch.finfo(beta.dtype).eps * alpha.abs(), beta, torch.zeros_like(beta))
+        self._vector, self.wanted = self._scaled(residual, solved)
         rules = _quadratures(self._diagonals, self._offdiagonals, self._beta, self._floor)
         upper, lower, squares = (rule * self._squared_norm for rule in rules)
-        self.bounds.append((upper, lower))
+        self._bounds.append((upper, lower))
         samples = (upper + lower) / 2
         # Without a floor the lower rule may cross the limit.
         before, self._judged = self._judged, upper if self._floor is None else samples
@@ -248,16 +268,43 @@ class _Lanczos:
         sem = (variance / samples.shape[-1]).sqrt()
         return _Found(samples, error.maximum(change), sem)
 
-    def log_determinant(self, found: _Found, positions: BracketPositions) -> LogDeterminant:
+    def _end(self, found: _Found, positions: BracketPositions) -> None:
         matrix = _tridiagonal(self._diagonals, self._offdiagonals)
         # A Ritz value is x^T H x / x^T P x.
         smallest = torch.linalg.eigvalsh(matrix)[..., 0].amin(-1) * self._preconditioner.smallest
-        return LogDeterminant(
+        self.wanted = None
+        self._result = LogDeterminant(
             self._preconditioner.logdet() + found.samples.mean(-1),
             torch.hypot(found.sem, found.error),
             positions,
             is_negative(float(smallest.min()), self._operator, torch.finfo(self._operator.dtype).eps),
         )
+
+
+class SharedProducts(NoisyLinearOperator):
+    """H, whose products also serve a quadrature: one pass over the kernel matrix instead of two.
+
+    Copies and parts are plain.
+    """
+
+    _quadrature: LogDeterminantQuadrature | None = None
+
+    @classmethod
+    def of(cls, operator: LinearOperator, quadrature: LogDeterminantQuadrature) -> LinearOperator:
+        """The operator itself if it is not a kernel matrix plus noise."""
+        if not isinstance(operator, NoisyLinearOperator):
+            return operator
+        shared = cls(operator.kernel, operator.noise)
+        shared._quadrature = quadrature
+        return shared
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        wanted = None if self._quadrature is None else self._quadrature.wanted
+        if wanted is None or wanted.shape[:-1] != rhs.shape[:-1] or wanted.dtype != rhs.dtype:
+            return super()._matmul(rhs)
+        own, theirs = super()._matmul(torch.cat([rhs, wanted], dim=-1)).split([rhs.shape[-1], wanted.shape[-1]], dim=-1)
+        self._quadrature.take(theirs)
+        return own
 
 
 def _quadratures(

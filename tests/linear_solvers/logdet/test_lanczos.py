@@ -204,18 +204,6 @@ def test_a_short_budget_takes_the_better_estimate_and_says_so() -> None:
     assert (int(known.positions.age), int(known.positions.surplus)) == (1, 0)
 
 
-def test_the_first_product_may_be_given() -> None:
-    _, after, preconditioner = similar_systems()
-    probes = draw(preconditioner, 8, torch.Generator().manual_seed(0))
-    plain, given = Counting(after.kernel, after.noise), Counting(after.kernel, after.noise)
-    expected = stochastic_logdet(plain, probes, preconditioner)
-    image = after.to_dense() @ preconditioner.solve(probes)
-    found = stochastic_logdet(given, probes, preconditioner, first_product=image)
-    assert given.products == plain.products - 1
-    torch.testing.assert_close(found.mean, expected.mean)
-    torch.testing.assert_close(found.sem, expected.sem)
-
-
 @pytest.mark.parametrize("moved", [-0.2, 0.2])
 def test_positions_that_no_longer_hold_are_found_out(moved: float) -> None:
     """Trusted to the end, they would make an error of about nine standard errors at the second iteration."""
