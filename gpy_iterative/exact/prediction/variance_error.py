@@ -78,7 +78,7 @@ def solved_variance(
         columns, basis = columns[..., system.observed, :], basis[..., system.observed, :]
     like, columns = columns, as_columns(columns, system.operator)
     coefficients = basis.mT @ columns.to(basis.dtype)
-    rest = columns - system.operator._matmul(basis @ coefficients)
+    rest = columns - projection.local.product @ coefficients
     operator = SumLinearOperator(native_precision(system.operator), RootLinearOperator(projection.local.product) * -1)
     solver = ConjugateGradients(tolerance=TOLERANCE, preconditioner=None, max_epochs=enough or MAX_EPOCHS)
     solution = solver.solve(operator, rest)
