@@ -13,8 +13,6 @@ from gpy_iterative.preconditioners.suited import LowRankOrVecchia
 
 #: Up to this size a dense factor costs less than an iterative solve.
 EXACT_BELOW = 3000
-ROWS_PER_COLUMN = 16
-MAX_FALLBACK_RANK = 500
 
 
 def default_solver(operator: LinearOperator) -> Solver:
@@ -28,10 +26,9 @@ def default_solver(operator: LinearOperator) -> Solver:
     if not any(isinstance(term, TiledLinearOperator) for term in sum_terms(kernel)):
         return ConjugateGradients()
     if far_field_error(kernel) is not None:
-        return conjugate_gradients(operator.shape[-1])
-    return AlternatingProjections(fallback=conjugate_gradients(operator.shape[-1]))
+        return conjugate_gradients()
+    return AlternatingProjections(fallback=conjugate_gradients())
 
 
-def conjugate_gradients(size: int) -> ConjugateGradients:
-    rank = min(max(size // ROWS_PER_COLUMN, 1), MAX_FALLBACK_RANK)
-    return ConjugateGradients(preconditioner=LowRankOrVecchia(rank))
+def conjugate_gradients() -> ConjugateGradients:
+    return ConjugateGradients(preconditioner=LowRankOrVecchia())

@@ -17,6 +17,10 @@ from gpy_iterative.preconditioners.vecchia import Vecchia
 
 #: Mean remaining variance over the noise above which Vecchia is better.
 LEFT_OVER = 3.0
+#: Rows for a column of the low rank, and most columns.
+ROWS_PER_COLUMN, MAX_RANK = 16, 500
+#: More columns, which save passes over many entries: rows for one, and most numbers [n, rank].
+ROWS_PER_FURTHER_COLUMN, MAX_NUMBERS = 128, 2**28
 #: Input dimensions up to which trees are fast.
 MOST_INPUTS = 8
 
@@ -27,12 +31,17 @@ class LowRankOrVecchia(PreconditionerRecipe):
 
     Vecchia needs one system with at most eight input dimensions. A far field chooses it without a low rank, unless all
     kernels are RBF or one is periodic or not radial: neighbours then do not screen far points.
+
+    Args:
+        rank: None takes n / 16, at most 500; without a far field from 64,000 rows on more: n / 128 while [n, rank] are at
+            most 2^28 numbers.
     """
 
-    rank: int
+    rank: int | None = None
 
     def __post_init__(self) -> None:
-        check_count("rank", self.rank)
+        if self.rank is not None:
+            check_count("rank", self.rank)
 
     def for_far_field(self, operator: LinearOperator) -> Vecchia | None:
         """`Vecchia()` if it is chosen without a low rank."""
@@ -44,10 +53,18 @@ class LowRankOrVecchia(PreconditionerRecipe):
         vecchia = self.for_far_field(operator)
         if vecchia is not None:
             return vecchia.build(operator, generator=generator)
-        factor = RandomlyPivotedCholesky(self.rank).build(operator, generator=generator)
+        rank = _suited_rank(operator) if self.rank is None else self.rank
+        factor = RandomlyPivotedCholesky(rank).build(operator, generator=generator)
         if _has_neighbours(operator) and _left_over(operator, factor) > LEFT_OVER:
             return Vecchia().build(operator, generator=generator)
         return factor
+
+
+def _suited_rank(operator: LinearOperator) -> int:
+    size, most = operator.shape[-1], MAX_RANK
+    if far_field_error(operator) is None:
+        most = max(most, min(size // ROWS_PER_FURTHER_COLUMN, MAX_NUMBERS // size))
+    return min(max(size // ROWS_PER_COLUMN, 1), most)
 
 
 def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:

@@ -99,3 +99,16 @@ def test_the_generator_decides() -> None:
 def test_a_rank_below_one() -> None:
     with pytest.raises(ValueError, match="rank"):
         LowRankOrVecchia(0)
+
+
+def test_the_rank_follows_the_rows_the_memory_and_the_cost_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles, far_field = (system(0.3, rows=3000, far_field=tolerance, kernel=RBFKernel()) for tolerance in (None, 1e-2))
+
+    def ranks(*operators: NoisyLinearOperator) -> list[int]:
+        return [LowRankOrVecchia().build(operator).rank for operator in operators]
+
+    assert ranks(system(1.0, rows=500)) == [500 // 16]  # 500 columns would cost as much as six products of 4,000 rows
+    monkeypatch.setattr("gpy_iterative.preconditioners.suited.MAX_RANK", 20)
+    assert ranks(tiles, far_field) == [3000 // 128, 20]
+    monkeypatch.setattr("gpy_iterative.preconditioners.suited.MAX_NUMBERS", 22 * 3000)
+    assert ranks(tiles) == [22]

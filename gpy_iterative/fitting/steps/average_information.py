@@ -168,7 +168,7 @@ def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
     At equal residuals, alternating projections leave more error in the nats left to gain.
     """
     size = num_training_data(mll.model)
-    return mll.solver if mll.solver is not None or size <= EXACT_BELOW else conjugate_gradients(size)
+    return mll.solver if mll.solver is not None or size <= EXACT_BELOW else conjugate_gradients()
 
 
 def rounding_error(evaluation: Evaluation) -> Tensor:

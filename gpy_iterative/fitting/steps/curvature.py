@@ -72,7 +72,7 @@ def average_information(
         residual, epochs = torch.zeros_like(rhs), 0.0
     else:
         # At equal residuals, errors of other solvers have more energy: the matrix may be too small by half.
-        solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else conjugate_gradients(rhs.shape[-2])
+        solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else conjugate_gradients()
         is_fitting = initial_guess is not None and initial_guess.shape == rhs.shape
         solution = solver.solve(
             evaluation.system.operator,

@@ -60,7 +60,7 @@ def means(mll: gpi.mlls.HutchinsonMarginalLogLikelihood) -> Tensor:
 def test_values_come_from_the_factor_of_the_default_preconditioner() -> None:
     """A low rank says little about a system with a far field: its value has four times the error here."""
     mll, exact = training(), training(far_field=None).variant(solver=gpi.solvers.Cholesky())
-    default = mll.variant(solver=conjugate_gradients(N))
+    default = mll.variant(solver=conjugate_gradients())
     value, truth = step(default), step(exact)
     assert default.report is not None
     assert float(default.report.value_sem) < 2e-3
@@ -74,7 +74,7 @@ def test_one_factor_serves_an_evaluation_and_its_curvature(monkeypatch: pytest.M
     monkeypatch.setattr(
         gpi.preconditioners.Vecchia, "build", lambda *given, **named: built.append(None) or build(*given, **named)
     )
-    optimiser = gpi.fitting.AverageInformation(training().variant(solver=conjugate_gradients(N)))
+    optimiser = gpi.fitting.AverageInformation(training().variant(solver=conjugate_gradients()))
     assert optimiser.assess().curvature.epochs > 0
     assert len(built) == 1
 
