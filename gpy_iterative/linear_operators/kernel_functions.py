@@ -72,6 +72,12 @@ def _eager(kind: type[Kernel]) -> type[Kernel]:
     return types.new_class(kind.__name__, (kind, _Eager))  # a kernel's own `__call__` comes first
 
 
+def class_of(kernel: Kernel) -> type[Kernel]:
+    """The kernel's class, also of an eager copy."""
+    kind = type(kernel)
+    return kind.__bases__[-2] if issubclass(kind, _Eager) else kind
+
+
 def eager_copy(kernel: Kernel, own: tuple[str, ...] = ()) -> Kernel:
     """`own` as in `ModuleCopies`."""
     kind = lambda kind: _eager(kind) if issubclass(kind, Kernel) else kind

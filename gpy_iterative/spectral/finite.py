@@ -18,6 +18,7 @@ from linear_operator.operators import LowRankRootLinearOperator, MatmulLinearOpe
 from torch import Tensor
 
 from gpy_iterative.linear_operators.from_gpytorch import are_same_inputs
+from gpy_iterative.linear_operators.kernel_functions import class_of
 from gpy_iterative.linear_operators.radial_inputs import active_inputs
 
 
@@ -122,8 +123,9 @@ def feature_map(kernel: Kernel) -> FeatureMap:
     """
     if isinstance(kernel, FiniteFeatureKernel):
         return kernel.weight_space_features
-    if type(kernel) in _REGISTRY:
-        return _REGISTRY[type(kernel)](kernel)
+    kind = class_of(kernel)
+    if kind in _REGISTRY:
+        return _REGISTRY[kind](kernel)
     known = ", ".join(sorted(kernel_class.__name__ for kernel_class in _REGISTRY))
     raise ValueError(
         f"{type(kernel).__name__} has no finite feature map. Kernels that have one: {known}, DeepFeatureKernel, and any "

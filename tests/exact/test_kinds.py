@@ -155,6 +155,11 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "arc": lambda: _kind(_scale(kernels.ArcKernel(kernels.MaternKernel(nu=2.5), ard_num_dims=3))),
     "cosine": lambda: _kind(_scale(kernels.CosineKernel(active_dims=(0,)))),
     "polynomial": lambda: _kind(kernels.PolynomialKernel(2) + kernels.ConstantKernel()),
+    "deep-features": lambda: _kind(
+        gpi.kernels.DeepFeatureKernel(
+            torch.nn.Linear(3, 2), _scale(kernels.LinearKernel()) + _scale(kernels.PolynomialKernel(2))
+        )
+    ),
     "additive-structure": lambda: _kind(kernels.AdditiveStructureKernel(_scale(kernels.RBFKernel()), num_dims=3)),
     "product-structure": lambda: _kind(_scale(kernels.ProductStructureKernel(kernels.RBFKernel(), num_dims=3))),
     "newton-girard": lambda: _kind(kernels.NewtonGirardAdditiveKernel(kernels.RBFKernel(), num_dims=3, max_degree=2)),
