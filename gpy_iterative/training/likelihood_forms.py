@@ -20,6 +20,7 @@ class LikelihoodForm:
 
     Attributes:
         hessian: -d^2 log p / df^2 [n, C, C]; None uses autograd.
+        num_latents: C of a likelihood; its value None admits any.
         visible_basis: orthonormal basis [C, r] of the latent directions that matter; None: all.
         target_per_latent: whether targets are [n, C] instead of [n]; None admits both.
     """
@@ -29,7 +30,7 @@ class LikelihoodForm:
     fisher: PointwiseFunction | None = None
     log_concave: bool | None = None
     support: tuple[Callable[[Likelihood, Tensor], Tensor], str] | None = None
-    num_latents: Callable[[Likelihood], int | None] | None = None
+    num_latents: Callable[[Likelihood], int | None] = lambda _: 1
     visible_basis: Callable[[Likelihood], Tensor] | None = None
     target_per_latent: bool | None = False
 
@@ -102,9 +103,7 @@ def is_log_concave(likelihood: Likelihood) -> bool:
     if computes_as(likelihood, LaplaceLikelihood):  # not registered: its curvature is zero almost everywhere
         return True
     form = form_of(likelihood)
-    if form is None or form.num_latents is None:
-        return False
-    return form.log_concave is True and form.num_latents(likelihood) in (1, None)
+    return form is not None and form.log_concave is True and form.num_latents(likelihood) in (1, None)
 
 
 def expected_log_prob(

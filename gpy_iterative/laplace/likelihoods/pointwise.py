@@ -76,7 +76,8 @@ class PointwiseLikelihood:
         check_laplace_likelihood(likelihood)
         self.likelihood, self.num_latents, self.params = likelihood, num_latents, tuple(params)
         registered = form_of(likelihood)
-        self._form = registered or LikelihoodForm(self._generic_log_prob, target_per_latent=None)
+        any_form = LikelihoodForm(self._generic_log_prob, num_latents=lambda _: None, target_per_latent=None)
+        self._form = registered or any_form
         if registered is not None:
             self._check_no_params()
         self._check_latents()
@@ -267,7 +268,7 @@ class PointwiseLikelihood:
             )
 
     def _check_latents(self) -> None:
-        expected = None if self._form.num_latents is None else self._form.num_latents(self.likelihood)
+        expected = self._form.num_latents(self.likelihood)
         if expected is not None and expected != self.num_latents:
             raise ValueError(
                 f"{self.name} needs {expected} latent function{'s' * (expected > 1)}, the model has {self.num_latents}: "

@@ -30,10 +30,6 @@ _FRACTIONS = (lambda _, y: (y > 0) & (y < 1), "targets must lie strictly between
 PROBIT_TAIL, TAIL_TERMS = -12.0, 16
 
 
-def _one(_: Likelihood) -> int:
-    return 1
-
-
 def _block(values: Tensor) -> Tensor:
     return values.unsqueeze(-1).unsqueeze(-1)
 
@@ -164,11 +160,11 @@ def _gaussian_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     return torch.diag_embed((1 / gaussian_noise(likelihood, f)).expand_as(f))
 
 
-_GAUSSIAN = LikelihoodForm(_gaussian_log_prob, hessian=_gaussian_hessian, log_concave=True, num_latents=_one)
+_GAUSSIAN = LikelihoodForm(_gaussian_log_prob, hessian=_gaussian_hessian, log_concave=True)
 FORMS |= {
-    gl.BernoulliLikelihood: LikelihoodForm(_probit_log_prob, log_concave=True, support=_LABELS, num_latents=_one),
+    gl.BernoulliLikelihood: LikelihoodForm(_probit_log_prob, log_concave=True, support=_LABELS),
     LogitBernoulliLikelihood: LikelihoodForm(
-        lambda _, f, y: logsigmoid((2 * y - 1) * f[:, 0]), log_concave=True, support=_LABELS, num_latents=_one
+        lambda _, f, y: logsigmoid((2 * y - 1) * f[:, 0]), log_concave=True, support=_LABELS
     ),
     gl.SoftmaxLikelihood: LikelihoodForm(
         _softmax_log_prob,
@@ -178,19 +174,11 @@ FORMS |= {
         num_latents=lambda likelihood: likelihood.num_features,
         visible_basis=_softmax_visible,
     ),
-    gl.PoissonLikelihood: LikelihoodForm(
-        _poisson_softplus_log_prob, log_concave=True, support=_COUNTS, num_latents=_one
-    ),
-    PoissonLogLikelihood: LikelihoodForm(_poisson_log_prob, log_concave=True, support=_COUNTS, num_latents=_one),
-    gl.NegativeBinomialLikelihood: LikelihoodForm(
-        _negative_binomial_log_prob, log_concave=False, support=_COUNTS, num_latents=_one
-    ),
-    gl.StudentTLikelihood: LikelihoodForm(
-        _student_log_prob, fisher=_student_fisher, log_concave=False, num_latents=_one
-    ),
-    gl.BetaLikelihood: LikelihoodForm(
-        _beta_log_prob, fisher=_beta_fisher, log_concave=False, support=_FRACTIONS, num_latents=_one
-    ),
+    gl.PoissonLikelihood: LikelihoodForm(_poisson_softplus_log_prob, log_concave=True, support=_COUNTS),
+    PoissonLogLikelihood: LikelihoodForm(_poisson_log_prob, log_concave=True, support=_COUNTS),
+    gl.NegativeBinomialLikelihood: LikelihoodForm(_negative_binomial_log_prob, log_concave=False, support=_COUNTS),
+    gl.StudentTLikelihood: LikelihoodForm(_student_log_prob, fisher=_student_fisher, log_concave=False),
+    gl.BetaLikelihood: LikelihoodForm(_beta_log_prob, fisher=_beta_fisher, log_concave=False, support=_FRACTIONS),
     gl.GaussianLikelihood: _GAUSSIAN,
     gl.FixedNoiseGaussianLikelihood: _GAUSSIAN,
     gl.MultitaskGaussianLikelihood: replace(
