@@ -123,10 +123,6 @@ class JointInverse(DenseInverse):
         half = self.curvature.root(self._factor.inverse())
         return self.curvature.root(half.mT)
 
-    def covariance_blocks(self, prior: LatentPrior) -> Tensor:
-        known = self.images.view(*prior.mean.shape, -1)
-        return prior.point_blocks().double() - known @ known.mT
-
     @_kept
     def actions(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         # Q = R L^-T.

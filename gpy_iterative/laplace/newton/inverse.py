@@ -1,16 +1,13 @@
 """What a solver has computed of (K + W^+)^-1."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gpy_iterative.linear_operators.latent import LatentPrior
 
-CHUNK_POINTS = 4096
 
-
-class Inverse(ABC):
+class Inverse:
     """Q Q^T with Q = S A [n C, r], A A^T = (S^T (K + W^+) S)^-1; float64."""
 
     actions: Tensor  # S [n C, B]
@@ -32,9 +29,10 @@ class Inverse(ABC):
         """K Q [n C, r]."""
         return self.images @ self.transform
 
-    @abstractmethod
     def covariance_blocks(self, prior: LatentPrior) -> Tensor:
         """Blocks [n, C, C] of K - K Q Q^T K."""
+        known = self.image_of_root.view(*prior.mean.shape, -1)
+        return prior.point_blocks().double() - known @ known.mT
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,3 @@ class Subspace(Inverse):
     actions: Tensor
     images: Tensor
     transform: Tensor
-
-    def covariance_blocks(self, prior: LatentPrior) -> Tensor:
-        blocks = prior.point_blocks().double().clone()
-        images = self.images.view(*prior.mean.shape, self.rank)
-        for start in range(0, prior.num_points, CHUNK_POINTS):
-            known = images[start : start + CHUNK_POINTS] @ self.transform
-            blocks[start : start + CHUNK_POINTS] -= known @ known.mT
-        return blocks
