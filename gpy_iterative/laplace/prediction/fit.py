@@ -1,6 +1,6 @@
 """The mode at the training data, and its refinements."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,10 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from torch import Tensor
 
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
-from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
-from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
+from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.report import ModeReport
 from gpy_iterative.linear_operators.latent import LatentPrior, num_latents
-from gpy_iterative.linear_solvers.solution import SolveProgress, SolveStats
+from gpy_iterative.linear_solvers.solution import SolveStats
 from gpy_iterative.training.snapshot import ModelSnapshot
 
 
@@ -54,21 +53,6 @@ class LaplaceFit:
         return torch.cat([self.solution.value.view(-1, 1), self.solution.inverse.root], dim=-1).to(
             self.prior.mean.dtype
         )
-
-
-@torch.no_grad()
-def refine(
-    solver: LaplaceSolver,
-    prior: LatentPrior,
-    likelihood: PointwiseLikelihood,
-    solution: LaplaceSolution,
-    *,
-    generator: torch.Generator | None = None,
-    callback: Callable[[SolveProgress], None] | None = None,
-) -> LaplaceSolution:
-    """The mode of `likelihood` averaged over a solution's marginals."""
-    smoothed = SmoothedLikelihood(likelihood, solution.inverse.covariance_blocks(prior))
-    return solver.solve(prior, smoothed, initial_solution=solution, generator=generator, callback=callback)
 
 
 def observed_data(targets: Tensor, params: Sequence[Any]) -> tuple[Tensor | None, Tensor, tuple[Any, ...]]:

@@ -18,10 +18,11 @@ from gpy_iterative.errors import ConvergenceWarning, VarianceWarning, float64_fi
 from gpy_iterative.exact.prediction.blocks import product
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
+from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.newton import default_laplace_solver
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem
-from gpy_iterative.laplace.prediction.fit import LaplaceFit, check_targets_fit, observed_data, refine
+from gpy_iterative.laplace.prediction.fit import LaplaceFit, check_targets_fit, observed_data
 from gpy_iterative.laplace.prediction.paths import (
     LaplaceSamplePaths,
     PriorFunctions,
@@ -199,12 +200,14 @@ class LaplacePosterior:
             return self._fit
 
     @torch.inference_mode(False)
+    @torch.no_grad()
     def _refined(self, fit: LaplaceFit) -> LaplaceFit:
         solver = self._mode_solver(fit.prior)
         for number in range(len(fit.stats), self.num_refinements + 1):
+            smoothed = SmoothedLikelihood(fit.likelihood, fit.solution.inverse.covariance_blocks(fit.prior))
             with reporting_solve(self._progress, "refinement", "products") as callback:
                 options = {"generator": self._generator(), "callback": callback}
-                solution = refine(solver, fit.prior, fit.likelihood, fit.solution, **options)
+                solution = solver.solve(fit.prior, smoothed, initial_solution=fit.solution, **options)
             fit = replace(fit, solution=solution, stats=(*fit.stats, solution.stats))
             if not solution.converged:
                 warn(f"Refinement {number}: {solver.advice(solution, fit.prior.operator.dtype)}", ConvergenceWarning)

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
-from gpy_iterative.laplace.prediction.fit import refine
-from gpy_iterative.likelihoods import LogitBernoulliLikelihood, PointwiseLikelihood
+from gpy_iterative.likelihoods import LogitBernoulliLikelihood, PointwiseLikelihood, SmoothedLikelihood
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton, LaplaceSolution
 from tests.laplace.cases import Case, case, inputs
@@ -38,6 +37,13 @@ LOG_PROBS: dict[str, Callable[[Tensor, Tensor, Case], Tensor]] = {
     "student": _student,
     "softmax": lambda y, f, _: f[..., range(len(y)), y] - torch.logsumexp(f, -1),
 }
+
+
+def refine(
+    solver: LaplaceCholesky | LaplaceNewton, prior: LatentPrior, point: PointwiseLikelihood, solution: LaplaceSolution
+) -> LaplaceSolution:
+    smoothed = SmoothedLikelihood(point, solution.inverse.covariance_blocks(prior))
+    return solver.solve(prior, smoothed, initial_solution=solution)
 
 
 def refined(
