@@ -10,7 +10,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import GP
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_instance, checked_seed
+from gpy_iterative.checks import check_count, check_finite, check_instance, checked_seed
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood, check_laplace_likelihood
 from gpy_iterative.laplace.likelihoods.predictive import (
     LatentMarginals,
@@ -26,7 +26,6 @@ from gpy_iterative.linear_operators.latent import num_latents as latents_of
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress
-from gpy_iterative.training.training_system import check_inputs
 
 
 class IterativeLaplaceGP(GP):
@@ -100,14 +99,13 @@ class IterativeLaplaceGP(GP):
         self, inputs: Tensor | Iterable[Tensor] | None = None, targets: Tensor | None = None, strict: bool = False
     ) -> None:
         """Replaces the training data by data of any size, or raises ValueError and changes nothing."""
-        before = self.train_inputs, self.train_targets
-        new_inputs = before[0] if inputs is None else _as_inputs(inputs)
-        new_targets = before[1] if targets is None else targets
+        new_inputs = self.train_inputs if inputs is None else _as_inputs(inputs)
+        new_targets = self.train_targets if targets is None else targets
         if not isinstance(new_targets, Tensor | None):
             raise TypeError(
                 f"The training targets must be a tensor, got {type(new_targets).__name__}: use torch.as_tensor(...)."
             )
-        for x in new_inputs or ():
+        for index, x in enumerate(new_inputs or ()):
             if x.dim() != 2:
                 raise ValueError(f"The training inputs must be [n, d], got {tuple(x.shape)}: one model is one problem.")
             if new_targets is not None and new_targets.shape[:1] != x.shape[:1]:
@@ -115,13 +113,9 @@ class IterativeLaplaceGP(GP):
                     f"There are {len(x)} training inputs, and targets of shape {tuple(new_targets.shape)}: pass one "
                     "target for each input."
                 )
-        self.train_inputs, self.train_targets = new_inputs, new_targets
-        try:
-            check_inputs(self)
-        except ValueError:
-            self.train_inputs, self.train_targets = before
-            raise
-        self._posterior = None
+            if x.is_floating_point():
+                check_finite(f"train_inputs[{index}]", x)
+        self.train_inputs, self.train_targets, self._posterior = new_inputs, new_targets, None
 
     def keep_params(self, params: LikelihoodParams | None) -> None:
         """Likelihood arguments for predictions."""

@@ -622,7 +622,7 @@ def make(**changes: Any) -> LaplaceModel:
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"x": inputs(6).index_fill(0, torch.tensor(2), torch.nan)}, ValueError, r"train_inputs\[2, 0\] is nan"),
+        ({"x": inputs(6).index_fill(0, torch.tensor(2), torch.nan)}, ValueError, r"train_inputs\[0\]\[2, 0\] is nan"),
         ({"y": torch.zeros(5)}, ValueError, r"6 training inputs, and targets of shape \(5,\)"),
         ({"x": inputs(6).expand(2, 6, 2)}, ValueError, r"must be \[n, d\]"),
         ({"likelihood": gpytorch.likelihoods.LaplaceLikelihood()}, UnsupportedLikelihoodError, "LaplaceLikelihood"),
