@@ -116,7 +116,7 @@ def _measure_laplace(clock: Clock, model: LaplaceClassifier, refinements: int = 
             generator = torch.Generator().manual_seed(1)
             probabilities = torch.cat(
                 [
-                    class_probabilities(model.likelihood, LatentMarginals(*part), method, NUM_SAMPLES, generator)
+                    class_probabilities(model.likelihood, LatentMarginals(*part, method, NUM_SAMPLES, generator))
                     for part in parts
                 ]
             )

@@ -203,9 +203,10 @@ class IterativeLaplaceGP(GP):
         """
         check_predictive_method(method)
         mean, covariance = self.posterior().moments(*inputs)
-        latent = LatentMarginals(mean.flatten(0, -2), covariance.flatten(0, -3))
+        points = mean.flatten(0, -2), covariance.flatten(0, -3)
         with torch.no_grad():
-            probabilities = class_probabilities(self.likelihood, latent, method, num_samples, self._generator())
+            latent = LatentMarginals(*points, method, num_samples, self._generator())
+            probabilities = class_probabilities(self.likelihood, latent)
         shape = (*mean.shape[:-1], *probabilities.shape[1:])
         return probabilities.view(shape).to(self._dtype)
 
@@ -238,9 +239,9 @@ class IterativeLaplaceGP(GP):
                 f"{tuple(mean.shape[:-1])} points."
             )
         likelihood = PointwiseLikelihood(self.likelihood, targets, mean.shape[-1], params)
-        latent = LatentMarginals(mean, covariance)
+        latent = LatentMarginals(mean, covariance, method, num_samples, self._generator())
         with torch.no_grad():
-            return predictive_log_probs(likelihood, latent, method, num_samples, self._generator()).to(self._dtype)
+            return predictive_log_probs(likelihood, latent).to(self._dtype)
 
     def posterior_variance(self, *inputs: Tensor) -> VarianceSplit:
         """See `LaplacePosterior.split_variance`."""

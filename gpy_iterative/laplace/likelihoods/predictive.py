@@ -28,56 +28,53 @@ def check_predictive_method(method: str) -> None:
 
 @dataclass(frozen=True)
 class LatentMarginals:
-    """Latent means [t, C] and covariances [t, C, C]."""
+    """Latent means [t, C] and covariances [t, C, C], and how predictions average over them."""
 
     mean: Tensor
     covariance: Tensor
+    method: PredictiveMethod
+    num_samples: int
+    generator: torch.Generator
 
-    def seen_by(self, method: PredictiveMethod) -> "LatentMarginals":
-        """Without covariance for "mode"."""
-        return LatentMarginals(self.mean, torch.zeros_like(self.covariance)) if method == "mode" else self
+    @property
+    def seen_covariance(self) -> Tensor:
+        """Zero for "mode"."""
+        return torch.zeros_like(self.covariance) if self.method == "mode" else self.covariance
 
-    def samples(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
+    def samples(self) -> Iterator[Tensor]:
         """Draws [t, C]; one at a time saves memory."""
-        check_count("num_samples", count)
-        mean = self.mean
-        values, vectors = torch.linalg.eigh(self.covariance)
+        check_count("num_samples", self.num_samples)
+        mean, generator = self.mean, self.generator
+        values, vectors = torch.linalg.eigh(self.seen_covariance)
         root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-        for _ in range(count):
+        for _ in range(self.num_samples):
             base = torch.randn(*mean.shape, 1, generator=generator, device=generator.device, dtype=mean.dtype)
             yield mean + (root @ base.to(mean.device)).squeeze(-1)
 
 
-def class_probabilities(
-    likelihood: Likelihood,
-    latent: LatentMarginals,
-    method: PredictiveMethod,
-    num_samples: int,
-    generator: torch.Generator,
-) -> Tensor:
+def class_probabilities(likelihood: Likelihood, latent: LatentMarginals) -> Tensor:
     """See `IterativeLaplaceGP.predict_proba`."""
     if isinstance(likelihood, BernoulliLikelihood | LogitBernoulliLikelihood):
         ones = PointwiseLikelihood(likelihood, torch.ones_like(latent.mean[:, 0]), 1)
-        return predictive_log_probs(ones, latent, method, num_samples, generator).exp()
-    latent = latent.seen_by(method)
-    mean, covariance = latent.mean, latent.covariance
+        return predictive_log_probs(ones, latent).exp()
+    mean, covariance = latent.mean, latent.seen_covariance
     form = form_of(likelihood)
     if form is None or form.visible_basis is None:
         raise UnsupportedLikelihoodError(
             f"{type(likelihood).__name__} is no classifier with known classes: use predictive_log_prob, or "
             "likelihood(model(x))."
         )
-    if method == "mc":
+    if latent.method == "mc":
         total = torch.zeros_like(softmax_logits(likelihood, mean))
-        for sample in latent.samples(num_samples, generator):
+        for sample in latent.samples():
             total += torch.softmax(softmax_logits(likelihood, sample), -1)
-        return total / num_samples
+        return total / latent.num_samples
     mean = softmax_logits(likelihood, mean)
     if likelihood.mixing_weights is not None:
         weights = likelihood.mixing_weights.detach().to(covariance)
         covariance = weights @ covariance @ weights.mT
     variances = covariance.diagonal(dim1=-2, dim2=-1)
-    if method == "diagonal":
+    if latent.method == "diagonal":
         return torch.softmax(mean / (1 + math.pi / 8 * variances).sqrt(), -1)
     spread = variances.unsqueeze(-1) + variances.unsqueeze(-2) - 2 * covariance
     gap = (mean.unsqueeze(-1) - mean.unsqueeze(-2)) / (1 + math.pi / 8 * spread.clamp_min(0)).sqrt()
@@ -85,18 +82,11 @@ def class_probabilities(
     return torch.softmax(-torch.logsumexp(-gap, -1), -1)
 
 
-def predictive_log_probs(
-    likelihood: PointwiseLikelihood,
-    latent: LatentMarginals,
-    method: PredictiveMethod,
-    num_samples: int,
-    generator: torch.Generator,
-) -> Tensor:
+def predictive_log_probs(likelihood: PointwiseLikelihood, latent: LatentMarginals) -> Tensor:
     """Log p(y) [t]; see `IterativeLaplaceGP.predictive_log_prob`."""
-    inner, latent = likelihood.likelihood, latent.seen_by(method)
-    mean, covariance = latent.mean, latent.covariance
+    inner, mean, covariance = likelihood.likelihood, latent.mean, latent.seen_covariance
     if likelihood.is_categorical:
-        probabilities = class_probabilities(inner, latent, method, num_samples, generator)
+        probabilities = class_probabilities(inner, latent)
         return probabilities.gather(-1, likelihood.targets.unsqueeze(-1)).squeeze(-1).log()
     if computes_as(inner, BernoulliLikelihood):
         return torch.special.log_ndtr((2 * likelihood.targets - 1) * mean[:, 0] / (1 + covariance[:, 0, 0]).sqrt())
@@ -107,9 +97,9 @@ def predictive_log_probs(
     if mean.shape[-1] == 1:
         return _quadrature(likelihood, mean[:, 0], covariance[:, 0, 0]).detach()
     total = torch.full_like(mean[:, 0], -torch.inf)
-    for sample in latent.samples(num_samples, generator):
+    for sample in latent.samples():
         total = torch.logaddexp(total, likelihood.log_prob(sample).detach())
-    return total - math.log(num_samples)
+    return total - math.log(latent.num_samples)
 
 
 def _quadrature(likelihood: PointwiseLikelihood, mean: Tensor, variance: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from gpy_iterative.laplace.likelihoods.predictive import LatentMarginals, Predic
 
 def probabilities(mean: Tensor, covariance: Tensor, method: PredictiveMethod, num_samples: int = 1) -> Tensor:
     likelihood = SoftmaxLikelihood(num_classes=mean.shape[-1], mixing_weights=False)
-    latent, generator = LatentMarginals(mean, covariance), torch.Generator().manual_seed(0)
-    return class_probabilities(likelihood, latent, method, num_samples, generator)
+    latent = LatentMarginals(mean, covariance, method, num_samples, torch.Generator().manual_seed(0))
+    return class_probabilities(likelihood, latent)
 
 
 def marginals() -> tuple[Tensor, Tensor]:
