@@ -35,19 +35,14 @@ class PriorFunctions:
 
     @classmethod
     def draw(
-        cls,
-        distribution: MultivariateNormal,
-        num_latents: int,
-        num_samples: int,
-        num_frequencies: int,
-        generator: torch.Generator,
+        cls, distribution: MultivariateNormal, num_samples: int, num_frequencies: int, generator: torch.Generator
     ) -> "PriorFunctions":
         check_count("num_paths", num_samples)
         terms, is_coupled = _latent_terms(distribution)
         features = RandomFourierFeatures(num_frequencies, widened=True)
         draws, like = features.draw(terms, generator), terms[0].inputs
         shape = (features.num_features(terms), num_samples)
-        shape = shape if is_coupled else (num_latents, *shape)
+        shape = shape if is_coupled else (num_latents(distribution), *shape)
         weights = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
         return cls(features, draws, weights)
 
