@@ -81,8 +81,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
     def forward(self, x: Tensor) -> MultivariateNormal:
         """`posterior(x)`; in train mode computed when it is read."""
-        x = self.check_inputs(x)
-        return DeferredPrediction(self, x) if self.training else self.posterior(x)
+        return DeferredPrediction(self, self.check_inputs(x)) if self.training else self.posterior(x)
 
     def posterior(self, x: Tensor) -> MultivariateNormal:
         """Latent distribution at x [t, d] from all features; its covariance is computed when it is read.
@@ -131,11 +130,11 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         """Prior precision [h]."""
         if not self.num_leading_groups:
             return torch.ones_like(self.weights.head_mean)
-        return self._precision(torch.arange(self.num_leading_groups, device=self.device))
+        return self.basis.prior_precision(torch.arange(self.num_leading_groups, device=self.device))
 
     def tail_precision(self, groups: Tensor) -> Tensor:
         """Prior precision [g * group_size]."""
-        return self._precision(groups + self.num_leading_groups)
+        return self.basis.prior_precision(groups + self.num_leading_groups)
 
     def tail_blocks(self, used: Tensor | None = None) -> Iterator[Tensor]:
         """Sampled groups [g] of about `BLOCK` features; `used` is a mask."""
@@ -169,10 +168,6 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             raise ValueError(f"The inputs must be [n, d], got {tuple(x.shape)}: a batch of models is not supported.")
         check_same_kind("The model", self.basis.like, "the inputs", x)
         return x
-
-    def _precision(self, groups: Tensor) -> Tensor:
-        precision = self.basis.prior_precision(groups)
-        return self.basis.like.new_ones(len(groups) * self.basis.group_size) if precision is None else precision
 
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean [t] without prior mean, `root` and `diagonal` of the covariance."""

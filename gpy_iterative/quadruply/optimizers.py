@@ -109,9 +109,8 @@ def _length(mean: Tensor, change: Tensor, seen: list[SeenRows]) -> float:
 class NoiseNaturalGradient(_Optimizer):
     """Log noise moves by -2 lr times its gradient."""
 
-    def __init__(self, likelihood: GaussianLikelihood, *, lr: float = NOISE_RATE) -> None:
-        check_rate("lr", lr)
-        super().__init__([likelihood.noise_covar.raw_noise], {"lr": lr})
+    def __init__(self, likelihood: GaussianLikelihood) -> None:
+        super().__init__([likelihood.noise_covar.raw_noise], {"lr": NOISE_RATE})
         self.likelihood = likelihood
 
     def step(self, closure: None = None) -> None:

@@ -69,7 +69,7 @@ def printed_estimate(
     constant = weight * (residual.square() / noise + noise.log() + math.log(2 * math.pi)).sum() - m
     if basis.has_diagonal_prior:
         precision = basis.prior_precision(first)
-        return total + constant - (0 if precision is None else feature_scale * precision.log().sum())
+        return total + constant - feature_scale * precision.log().sum()
     log_determinant = basis.prior_log_determinant()
     return total + constant - (0 if log_determinant is None else log_determinant)
 
@@ -88,4 +88,4 @@ def _prior_block(model: QuadruplyStochasticGP, first: Tensor, second: Tensor, i:
         return model.basis.prior_precision_block(second, first)
     same = (j.unsqueeze(-1) == i).to(model.weights.head_mean.dtype)
     precision = model.basis.prior_precision(first)
-    return same if precision is None else same * precision
+    return same * precision

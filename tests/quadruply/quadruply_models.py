@@ -24,9 +24,9 @@ class TableBasis(FeatureBasis):
     def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
         return self.phi[x[:, 0].long()][:, self.feature_index(groups)]
 
-    def prior_precision(self, groups: Tensor) -> Tensor | None:
+    def prior_precision(self, groups: Tensor) -> Tensor:
         if self.precision is None:
-            return None
+            return super().prior_precision(groups)
         diagonal = self.precision if self.has_diagonal_prior else self.precision.diagonal()
         return diagonal[self.feature_index(groups)]
 

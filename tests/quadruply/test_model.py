@@ -595,7 +595,8 @@ def test_the_noise_stays_below_its_upper_bound(constraint: gpytorch.constraints.
     """Beyond it the raw value is NaN."""
     likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=constraint)
     likelihood.noise = 0.02
-    optimizer = NoiseNaturalGradient(likelihood, lr=1.0)
+    optimizer = NoiseNaturalGradient(likelihood)
+    optimizer.param_groups[0]["lr"] = 1.0
     for _ in range(3):
         likelihood.noise_covar.raw_noise.grad = torch.full((1,), -100.0)
         optimizer.step()

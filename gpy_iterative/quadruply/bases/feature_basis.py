@@ -79,9 +79,9 @@ class FeatureBasis(gpytorch.Module, ABC):
         members = torch.arange(self.group_size, device=groups.device)
         return (groups * self.group_size + members.unsqueeze(-1)).flatten()
 
-    def prior_precision(self, groups: Tensor) -> Tensor | None:
-        """Diagonal of S [g * group_size]; None for S = I."""
-        return None
+    def prior_precision(self, groups: Tensor) -> Tensor:
+        """Diagonal of S [g * group_size]."""
+        return self.like.new_ones(len(groups) * self.group_size)
 
     def prior_precision_block(self, rows: Tensor, columns: Tensor) -> Tensor:
         """S at two sets of groups, if dense (without head, group_size 1)."""
