@@ -4,7 +4,6 @@ Only kernel products and orthogonal changes of basis change T: T = K S holds to 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -87,18 +86,12 @@ class ActionBasis:
         self._actions, self._images, self._gram = actions, images, gram
 
 
-@dataclass
 class GalerkinSystem:
-    """M for one W; `transform` A [B, r] has A A^T = M^-1."""
+    """M for one W; `transform` A [B, r] has A A^T = M^-1. Costs O(N B^2)."""
 
-    basis: ActionBasis
-    curvature: Curvature
-    transform: Tensor
-
-    @classmethod
-    def of(cls, basis: ActionBasis, curvature: Curvature) -> "GalerkinSystem":
-        """Costs O(N B^2)."""
-        return cls(basis, curvature, _transform(basis, curvature))
+    def __init__(self, basis: ActionBasis, curvature: Curvature) -> None:
+        self.basis, self.curvature = basis, curvature
+        self.transform = _transform(basis, curvature)
 
     def solve(self, rhs: Tensor) -> Tensor:
         """Coefficients a [B, b] of solutions S a for rhs [N, b]."""

@@ -104,7 +104,7 @@ class _SubspaceSteps(StepSolver):
 
     @divided()
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
-        options, system = self._options, GalerkinSystem.of(self.basis, curvature)
+        options, system = self._options, GalerkinSystem(self.basis, curvature)
         # A reused subspace may give no ascent direction.
         first = iterate.error.unsqueeze(-1) if options.preconditioner is None else None
         v, image = self._solved(system, iterate, options.max_inner, first)
@@ -117,7 +117,7 @@ class _SubspaceSteps(StepSolver):
 
     @divided()
     def finish(self, iterate: Iterate, curvature: Curvature) -> Inverse:
-        options, system = self._options, GalerkinSystem.of(self.basis, curvature)
+        options, system = self._options, GalerkinSystem(self.basis, curvature)
         if not self.basis.count:  # a start at the mode
             self._solved(system, iterate, min(options.max_inner, options.max_rank))
         self._refine(system, curvature, self._num_further)
@@ -185,7 +185,7 @@ class _SubspaceSteps(StepSolver):
             self._factor = latent_factor(recipe, self._problem.prior, curvature, self._generator)
             self.overhead += self._factor.build_epochs
         if self._preconditioner is None or self._preconditioner.curvature is not curvature:
-            self._preconditioner = NewtonPreconditioner.of(self._factor, curvature)
+            self._preconditioner = NewtonPreconditioner(self._factor, curvature)
         direction = self._preconditioner.solve(weighted)
         return torch.stack([direction] if error is None else [direction, error], dim=-1)
 

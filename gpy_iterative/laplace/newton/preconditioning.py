@@ -14,7 +14,7 @@ from torch.nn import functional
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.linear_operators.latent import LatentPrior, RepeatedKernelLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_solvers.cholesky import BlockFactor, block_cholesky
+from gpy_iterative.linear_solvers.cholesky import block_cholesky
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, LowRankRecipe
 
 WEIGHTED_COLUMNS = 32
@@ -53,17 +53,11 @@ class LatentFactor:
         return (self.columns.mT @ by_function).double().flatten()
 
 
-@dataclass(frozen=True)
 class NewtonPreconditioner:
-    factor: LatentFactor
-    curvature: Curvature
-    cholesky: BlockFactor
-
-    @classmethod
-    def of(cls, factor: LatentFactor, curvature: Curvature) -> "NewtonPreconditioner":
+    def __init__(self, factor: LatentFactor, curvature: Curvature) -> None:
         inner = factor.weighted_gram(curvature)
         inner.diagonal().add_(1)
-        return cls(factor, curvature, block_cholesky(inner))
+        self.factor, self.curvature, self.cholesky = factor, curvature, block_cholesky(inner)
 
     def solve(self, weighted_residual: Tensor) -> Tensor:
         """(L L^T + W^+)^-1 r from W r."""

@@ -19,32 +19,25 @@ from gpy_iterative.exact.prediction.joint_prior import checked_inputs, covarianc
 from gpy_iterative.linear_operators.latent import latent_operator, latent_prior, num_latents
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.training.snapshot import ModelSnapshot
 from gpy_iterative.training.training_system import prior_at
 
 
-@dataclass(frozen=True)
 class PriorFunctions:
     """Prior samples Phi(x) w, with weights [C, F, s], or [F, s] for coupled functions."""
 
-    features: RandomFourierFeatures
-    draws: Draws
-    weights: Tensor
-
-    @classmethod
-    def draw(
-        cls, distribution: MultivariateNormal, num_samples: int, num_frequencies: int, generator: torch.Generator
-    ) -> "PriorFunctions":
+    def __init__(
+        self, distribution: MultivariateNormal, num_samples: int, num_frequencies: int, generator: torch.Generator
+    ) -> None:
         check_count("num_paths", num_samples)
         terms, is_coupled = _latent_terms(distribution)
-        features = RandomFourierFeatures(num_frequencies, widened=True)
-        draws, like = features.draw(terms, generator), terms[0].inputs
-        shape = (features.num_features(terms), num_samples)
+        self.features = RandomFourierFeatures(num_frequencies, widened=True)
+        self.draws, like = self.features.draw(terms, generator), terms[0].inputs
+        shape = (self.features.num_features(terms), num_samples)
         shape = shape if is_coupled else (num_latents(distribution), *shape)
-        weights = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
-        return cls(features, draws, weights)
+        weights = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype)
+        self.weights = weights.to(like.device)
 
     def __call__(self, distribution: MultivariateNormal) -> Tensor:
         """Values [t, C, s]."""

@@ -175,7 +175,7 @@ class LaplacePosterior:
         fit = self._current()
         with torch.inference_mode(False), torch.no_grad():  # differentiable later
             generator = torch.Generator().manual_seed(self._seed + 1)
-            functions = PriorFunctions.draw(fit.distribution, num_paths, num_frequencies, generator)
+            functions = PriorFunctions(fit.distribution, num_paths, num_frequencies, generator)
             curvature = fit.solution.curvature
             size = (curvature.num_columns, num_paths)
             noise = torch.randn(size, generator=generator, device=generator.device, dtype=torch.float64).to(

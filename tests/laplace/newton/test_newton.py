@@ -177,14 +177,14 @@ def test_recycled_subspaces_are_solved_already() -> None:
     basis = ActionBasis(25, 10, prior.mean)
     basis.replace(first.inverse.actions, first.inverse.images)
     curvature = likelihood.curvature(prior.mean + 0.7, NO_FLOOR)
-    system = GalerkinSystem.of(basis, curvature)
+    system = GalerkinSystem(basis, curvature)
     rhs = torch.sin(torch.arange(25.0, dtype=torch.float64))
     v = basis.actions @ system.solve(rhs)
     residual = rhs - prior.operator.to_dense() @ v - curvature.pinv(v.unsqueeze(-1)).squeeze(-1)
     assert (basis.actions.mT @ residual).abs().max() < 1e-10
     # One by one, as the inner loop does.
     again = ActionBasis(25, 2, prior.mean)
-    grown = GalerkinSystem.of(again, curvature)
+    grown = GalerkinSystem(again, curvature)
     coefficients = torch.zeros(0, dtype=torch.float64)
     for action, image in zip(first.inverse.actions.mT, first.inverse.images.mT, strict=True):
         change = grown.append(action, image, rhs.unsqueeze(-1)).squeeze(-1)
@@ -198,7 +198,7 @@ def test_computational_uncertainty_is_never_negative_and_shrinks() -> None:
     solution = LaplaceNewton(tolerance=1e-8).solve(prior, likelihood)
     kernel, precision = dense_inverse(problem, solution)
     basis = ActionBasis(25, 25, prior.mean)
-    system = GalerkinSystem.of(basis, solution.curvature)
+    system = GalerkinSystem(basis, solution.curvature)
     before = kernel
     for action, image in zip(solution.inverse.actions.mT, solution.inverse.images.mT, strict=True):
         system.append(action, image, torch.zeros(25, dtype=torch.float64))
@@ -219,7 +219,7 @@ def test_compression_keeps_the_mean_and_most_of_the_variance() -> None:
     def system() -> GalerkinSystem:
         basis = ActionBasis(40, 20, prior.mean)
         basis.replace(solution.inverse.actions, solution.inverse.images)
-        return GalerkinSystem.of(basis, curvature)
+        return GalerkinSystem(basis, curvature)
 
     def reduction(galerkin: GalerkinSystem) -> float:
         return float((galerkin.basis.images @ galerkin.transform).square().sum())

@@ -50,7 +50,7 @@ def test_inverts_low_rank_plus_noise_within_the_range(name: str, kind: str) -> N
     curvature = problem.pointwise().curvature(prior.mean + 0.3, NO_FLOOR)
     factor, dense, w = factored(prior, curvature, PivotedCholesky(rank=4))
     residual = curvature.project(torch.sin(torch.arange(prior.size).double()).unsqueeze(-1))
-    found = NewtonPreconditioner.of(factor, curvature).solve((w @ residual).flatten())
+    found = NewtonPreconditioner(factor, curvature).solve((w @ residual).flatten())
     torch.testing.assert_close(curvature.project(found.unsqueeze(-1)).flatten(), found)
     image = dense @ (dense.mT @ found.unsqueeze(-1)) + curvature.pinv(found.unsqueeze(-1))
     torch.testing.assert_close(curvature.project(image), residual, rtol=1e-8, atol=1e-8)
@@ -166,7 +166,7 @@ def test_rounding_does_not_break_the_inner_matrix() -> None:
     curvature = DiagonalCurvature(torch.linspace(0.5, 2, 3000).double())
     inner = factor.weighted_gram(curvature) + torch.eye(6)
     assert torch.linalg.cholesky_ex(inner).info > 0
-    preconditioner = NewtonPreconditioner.of(factor, curvature)
+    preconditioner = NewtonPreconditioner(factor, curvature)
     residual = torch.cos(torch.arange(3000.0)).double()
     assert residual @ preconditioner.solve(curvature.values * residual) > 0
 
