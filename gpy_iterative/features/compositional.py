@@ -46,7 +46,7 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     ) -> None:
         options = {"tracker_rate": tracker_rate}
         super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options=options)
-        self.tracker_rate = TrackerRate.of(tracker_rate, self._current_batch_size(), self.num_features)
+        self.tracker_rate = TrackerRate(tracker_rate, self._current_batch_size(), self.num_features)
         zeros, identity = self._blank_state()
         self.mean = torch.nn.Parameter(zeros)
         self._run = self._run.having(weights={"precision": identity})

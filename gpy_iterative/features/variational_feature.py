@@ -80,7 +80,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         self.update, self.include_batch, self.centred = update, include_batch, centred
         zeros, identity = self._blank_state()
         if update == "natural":
-            self.tracker_rate = TrackerRate.of(tracker_rate, self._current_batch_size(), self.num_features)
+            self.tracker_rate = TrackerRate(tracker_rate, self._current_batch_size(), self.num_features)
             self._run = self._run.having(weights={"precision": identity, "moment": zeros})
         else:
             self.mean = torch.nn.Parameter(zeros)

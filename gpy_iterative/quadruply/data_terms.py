@@ -84,7 +84,7 @@ def gaussian_term(
     Without known values, two independent samples estimate squared residuals.
     """
     if known is None:
-        head = Head.of(model, model.head_features(rows.x))
+        head = Head(model, model.head_features(rows.x))
         left = model.tail_features(rows.x, head.features, first.groups)
         right = model.tail_features(rows.x, head.features, second.groups)
         square = _product_of_residuals(rows.residual, head, (first, left), (second, right))
@@ -109,7 +109,7 @@ def site_bound(
     It follows from Jensen's inequality, since the sampled latent mean is unbiased given the weights.
     """
     if known is None:
-        head = Head.of(model, model.head_features(rows.x))
+        head = Head(model, model.head_features(rows.x))
         features = model.tail_features(rows.x, head.features, sample.groups)
         mean, root = head.mean + sample.mean(features), head.root + sample.root(features)
     else:

@@ -195,7 +195,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         call = self._checked_call(x, target, params, kwargs, self._looks)
         if len(x) != call.num_data:
             raise ValueError(f"num_data is {call.num_data}, but {len(x)} rows were passed: pass all data.")
-        sample = Sample.of(self.model, torch.arange(self.model.num_tail_groups, device=x.device), sparse=False)
+        sample = Sample(self.model, torch.arange(self.model.num_tail_groups, device=x.device), sparse=False)
         rows = call.rows(self.model, torch.arange(len(x), device=x.device), is_gaussian=self.is_unbiased)
         return self._value(call, self._data_term(rows, sample, sample, kwargs, None), sample, sample)
 
@@ -287,7 +287,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         model = self.model
         ring = model.basis.exchangeable
         groups = draw_set(model.num_tail_groups, self.num_group_samples, call.generator, ring=ring)
-        return Sample.of(model, groups.to(model.device), sparse=self.sparse_gradients)
+        return Sample(model, groups.to(model.device), sparse=self.sparse_gradients)
 
     def _inputs_of(self, function_dist: DeferredPrediction) -> Tensor:
         if not isinstance(function_dist, DeferredPrediction):

@@ -72,7 +72,7 @@ class KnownLatent:
             path = path + right @ ((more - more.detach()) * new.unsqueeze(-1))
             index, features = torch.cat([index, second.index[new]]), torch.cat([left, right[:, new]], dim=-1)
         total = self.total.to(self.x.dtype) + frozen.weights.num_tail / max(len(index), 1) * path
-        values = KnownValues(Head.of(frozen, self.head), total, left, right)
+        values = KnownValues(Head(frozen, self.head), total, left, right)
         return values, replace(self, sampled=index, features=features.detach())
 
     @classmethod

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpy_iterative.quadruply.feature_weights import WeightRows
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 
 #: Larger shares are drawn by a permutation.
@@ -35,24 +34,15 @@ def draw_set(total: int, size: int, generator: torch.Generator, *, ring: bool = 
     return (ring_block if ring else uniform_subset)(total, size, generator)
 
 
-@dataclass(frozen=True)
 class Head:
-    """Head features and their part of the latent moments."""
+    """Head features [b, h] and their part of the latent moments."""
 
-    features: Tensor  # [b, h]
-    mean: Tensor  # [b]
-    root: Tensor  # phi(x) times C's dense columns, [b, k]
-    variance: Tensor  # from C's diagonal columns, [b]
-
-    @classmethod
-    def of(cls, model: QuadruplyStochasticGP, features: Tensor) -> "Head":
-        weights = model.weights
-        return cls(
-            features,
-            features @ weights.head_mean,
-            features @ weights.dense_head_columns,
-            features[:, weights.num_dense_columns :].square() @ weights.head_variances,
-        )
+    def __init__(self, model: QuadruplyStochasticGP, features: Tensor) -> None:
+        weights, self.features = model.weights, features
+        self.mean = features @ weights.head_mean  # [b]
+        self.root = features @ weights.dense_head_columns  # [b, k]
+        # From C's diagonal columns, [b].
+        self.variance = features[:, weights.num_dense_columns :].square() @ weights.head_variances
 
 
 @dataclass(frozen=True)
@@ -74,22 +64,15 @@ class KnownValues:
         return self.head.root + self.total[:, 1:]
 
 
-@dataclass(frozen=True)
 class Sample:
-    """Sampled groups; methods estimate sums over the tail."""
+    """Sampled groups, int64 [g]; methods estimate sums over the tail."""
 
-    groups: Tensor  # int64 [g]
-    index: Tensor  # rows of the parameters, [t]
-    weight: float  # all groups over g
-    rows: WeightRows
-    precision: Tensor  # of the prior, [t]
-
-    @classmethod
-    def of(cls, model: QuadruplyStochasticGP, groups: Tensor, *, sparse: bool) -> "Sample":
-        index = model.basis.feature_index(groups)
-        weight = model.num_tail_groups / len(groups) if len(groups) else 1.0
-        rows = model.weights.tail_rows(index, sparse=sparse)
-        return cls(groups, index, weight, rows, model.tail_precision(groups))
+    def __init__(self, model: QuadruplyStochasticGP, groups: Tensor, *, sparse: bool) -> None:
+        self.groups = groups
+        self.index = model.basis.feature_index(groups)  # rows of the parameters, [t]
+        self.weight = model.num_tail_groups / len(groups) if len(groups) else 1.0
+        self.rows = model.weights.tail_rows(self.index, sparse=sparse)
+        self.precision = model.tail_precision(groups)  # of the prior, [t]
 
     def mean(self, features: Tensor) -> Tensor:
         """Latent mean [b] from features [b, t]."""

@@ -216,7 +216,7 @@ def test_the_site_bound_is_a_bound_and_exact_for_all_features(name: str, k: int)
     averages = []
     for size in range(2, m - k + 1, 2):
         values = [
-            site_bound(likelihood, model, rows, Sample.of(model, torch.tensor(i), sparse=False)).detach()
+            site_bound(likelihood, model, rows, Sample(model, torch.tensor(i), sparse=False)).detach()
             for i in subsets(range(m - k), size)
         ]
         averages.append(torch.stack(values).mean())

@@ -64,7 +64,7 @@ def rows_of(y: Tensor, index: list[int]) -> Rows:
 
 
 def stratified(model: QuadruplyStochasticGP, y: Tensor, rows: list[int], i: list[int], j: list[int]) -> Tensor:
-    first, second = (Sample.of(model, torch.tensor(groups, dtype=torch.int64), sparse=False) for groups in (i, j))
+    first, second = (Sample(model, torch.tensor(groups, dtype=torch.int64), sparse=False) for groups in (i, j))
     return gaussian_term(model, rows_of(y, rows), first, second) + twice_divergence(model, first, second)
 
 
@@ -115,7 +115,7 @@ def control_terms(model: QuadruplyStochasticGP, y: Tensor) -> list[tuple[Tensor,
     if model.weights.num_dense_columns:
         parameters += [model.weights.head_columns, model.weights.tail_columns, model.weights.head_log_diagonal]
     for i, j in itertools.product(groups, groups):
-        first, second = (Sample.of(model, s, sparse=False) for s in (i, j))
+        first, second = (Sample(model, s, sparse=False) for s in (i, j))
         known, _ = latent.evaluate(model, first, second)
         term = control_term(known, first, second, y[[0, 2]], noise)
         gradients = torch.autograd.grad(term, parameters, allow_unused=True, retain_graph=True)
@@ -153,8 +153,8 @@ def known_terms(model: QuadruplyStochasticGP, rows: Rows, kind: str, size: int) 
     sets = [torch.tensor(i, dtype=torch.int64) for i in subsets(range(model.num_tail_groups), size)]
     # A prior that is not diagonal takes two sets, which then both have a gradient.
     for i, j in zip(sets, sets, strict=True) if size > 1 else itertools.product(sets, sets):
-        first = Sample.of(model, i, sparse=False)
-        second = first if i is j else Sample.of(model, j, sparse=False)
+        first = Sample(model, i, sparse=False)
+        second = first if i is j else Sample(model, j, sparse=False)
         known, _ = latent.evaluate(model, first, second)
         if kind == "gaussian":
             term = gaussian_term(model, rows, first, first, known)
@@ -184,7 +184,7 @@ def test_known_rows_have_their_value_from_every_set_and_their_gradient_on_averag
         torch.testing.assert_close(value, everything[0][0], rtol=0, atol=1e-10)
     for ours, theirs in zip(averages(found), everything[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
-    everyone = Sample.of(model, torch.arange(model.num_tail_groups), sparse=False)
+    everyone = Sample(model, torch.arange(model.num_tail_groups), sparse=False)
     if kind == "gaussian":
         exact = gaussian_term(model, rows, everyone, everyone)
     else:

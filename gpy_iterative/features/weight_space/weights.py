@@ -108,20 +108,13 @@ def _solve(lower: Tensor, vector: Tensor) -> Tensor:
     return torch.cholesky_solve(vector.unsqueeze(-1), lower).squeeze(-1)
 
 
-@dataclass(frozen=True)
 class TrackerRate:
     """Step size of a moving average; see `VariationalFeatureMarginalLogLikelihood`."""
 
-    given: float | Callable[[int], float] | None
-    initial: float
-
-    def __post_init__(self) -> None:
-        if not callable(self.given):
-            check_rate("tracker_rate", self.initial if self.given is None else self.given)
-
-    @classmethod
-    def of(cls, given: float | Callable[[int], float] | None, batch_size: int, num_features: int) -> "TrackerRate":
-        return cls(given, min(0.05, 0.1 * batch_size / num_features))
+    def __init__(self, given: float | Callable[[int], float] | None, batch_size: int, num_features: int) -> None:
+        if given is not None and not callable(given):
+            check_rate("tracker_rate", given)
+        self.given, self.initial = given, min(0.05, 0.1 * batch_size / num_features)
 
     def __call__(self, step: int) -> float:
         if self.given is None:
