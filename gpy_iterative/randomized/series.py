@@ -29,7 +29,6 @@ from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
-from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.randomized.solver_series import Series, conjugate_gradient_series
 from gpy_iterative.randomized.truncation import (
     AutomaticTruncation,
@@ -138,7 +137,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         )
         members, runs = [], []
         for index in itertools.product(*map(range, batch)):
-            member = _Member.of(index, operator, residual, probes, kept)
+            member = _Member(index, operator, residual, probes, kept)
             series = member.run(table, self.series.tolerance)
             members.append(member.estimate(series, truncation, table[: series.iterations]))
             runs.append(series)
@@ -185,28 +184,20 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                 )
 
 
-@dataclass(frozen=True)
 class _Member:
     """One system of a batch."""
 
-    operator: LinearOperator  # [n, n]
-    residual: Tensor  # [n]
-    vectors: Tensor  # probes, [n, s]
-    dual: Tensor  # S^-1 xi, [n, s]
-    covariance: Preconditioner | None  # S; None for the identity
-    target_stops: Tensor  # [M]
-    probe_stops: Tensor  # [s]
-
-    @classmethod
-    def of(
-        cls, index: tuple[int, ...], operator: LinearOperator, residual: Tensor, probes: Probes, draws: Part
-    ) -> "_Member":
-        covariance, dual = probes.covariance, cast(Tensor, probes.dual)
+    def __init__(
+        self, index: tuple[int, ...], operator: LinearOperator, residual: Tensor, probes: Probes, draws: Part
+    ) -> None:
+        covariance = probes.covariance  # S; None for the identity
         if index:
             operator = cast(LinearOperator, operator[index])
             covariance = None if covariance is None else covariance[index]
-        stops = draws["target_stops"][index].cpu(), draws["probe_stops"][index].cpu()
-        return cls(operator, residual[index], probes.vectors[index], dual[index], covariance, *stops)
+        self.operator, self.residual, self.covariance = operator, residual[index], covariance
+        self.vectors, self.dual = probes.vectors[index], cast(Tensor, probes.dual)[index]  # xi and S^-1 xi, [n, s]
+        self.target_stops = draws["target_stops"][index].cpu()  # [M]
+        self.probe_stops = draws["probe_stops"][index].cpu()  # [s]
 
     def run(self, log_survival: Tensor, tolerance: float | None) -> Series:
         own = torch.zeros(len(self.target_stops), dtype=torch.long, device=CPU)
