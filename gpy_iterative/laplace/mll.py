@@ -16,7 +16,7 @@ from gpy_iterative.errors import ConvergenceWarning, warn
 from gpy_iterative.exact.validation import check_layers
 from gpy_iterative.laplace.elbo import exact_bound, subspace_bound
 from gpy_iterative.laplace.evidence import ObjectiveEstimate, exact_evidence, stochastic_evidence
-from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood, check_laplace_likelihood
+from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.model import IterativeLaplaceGP
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
@@ -77,7 +77,6 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         generator: torch.Generator | int | None = None,
         progress: Progress = False,
     ) -> None:
-        check_laplace_likelihood(likelihood)
         if not isinstance(model, IterativeLaplaceGP):
             raise TypeError(
                 f"LaplaceMarginalLogLikelihood needs a gpy_iterative.models.IterativeLaplaceGP, got {type(model).__name__}."

@@ -46,14 +46,14 @@ class WhitenedSystem:
 
     @classmethod
     def at(cls, kernel: LinearOperator, solution: LaplaceSolution) -> "WhitenedSystem":
-        curvature, dtype = solution.curvature, kernel.dtype
+        whitened, dtype = WhitenedKernelLinearOperator(kernel, curvature=solution.curvature), kernel.dtype
+        operator = NoisyLinearOperator(whitened, torch.ones(whitened.shape[-1], dtype=dtype, device=kernel.device))
         # Nystrom: K S (S^T K S)^+ S^T K <= K, so preconditioned eigenvalues are at least 1.
         known = solution.inverse.images @ inverse_root(
             solution.inverse.actions.mT @ solution.inverse.images, torch.finfo(dtype).eps
         )
-        factor = curvature.root_t(known).to(dtype)
-        preconditioner = NystromFactor(factor, torch.ones(len(factor), dtype=dtype, device=factor.device))
-        return cls(whitened_system(kernel, curvature), curvature, preconditioner)
+        factor = solution.curvature.root_t(known).to(dtype)
+        return cls(operator, solution.curvature, NystromFactor(factor, operator.noise))
 
     def solve(
         self, columns: Tensor, tolerance: float, callback: Callable[[SolveProgress], None] | None = None
@@ -62,8 +62,3 @@ class WhitenedSystem:
         known, rhs = self.preconditioner, columns.to(self.operator.dtype)
         solver = ConjugateGradients(tolerance=tolerance)
         return solver.solve(self.operator, rhs, preconditioner=known, norm=known, callback=callback)
-
-
-def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinearOperator:
-    whitened = WhitenedKernelLinearOperator(kernel, curvature=curvature)
-    return NoisyLinearOperator(whitened, torch.ones(whitened.shape[-1], dtype=kernel.dtype, device=kernel.device))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gpy_iterative.laplace.likelihoods.pointwise import COVARIANCE_FLOOR
-from gpy_iterative.laplace.newton.whitened import whitened_system
+from gpy_iterative.laplace.newton.whitened import WhitenedSystem
+from gpy_iterative.solvers import LaplaceNewton
 from tests.laplace.cases import case
 
 
@@ -22,8 +22,8 @@ from tests.laplace.cases import case
 def test_products(name: str, kind: str) -> None:
     problem = case(name, n=12, kind=kind)
     prior, likelihood = problem.prior(), problem.pointwise()
-    curvature = likelihood.curvature(prior.mean, COVARIANCE_FLOOR)
-    system = whitened_system(prior.operator, curvature)
+    solution = LaplaceNewton().solve(prior, likelihood)
+    curvature, system = solution.curvature, WhitenedSystem.at(prior.operator, solution).operator
     size = system.shape[-1]
     root = curvature.root(torch.eye(size, dtype=torch.float64))
     dense = torch.eye(size, dtype=torch.float64) + root.mT @ prior.operator.to_dense() @ root
