@@ -228,7 +228,4 @@ def russian_roulette_solve(
         residual = block - operator._matmul(series.sums)
     norms = {"targets": float(series.norms.amax()) if len(series.norms) else 0.0}
     stats = SolveStats(series.iterations, float(series.iterations), overhead, norms, series.seconds)
-    value = series.sums
-    if rhs.dim() == 1:
-        value, residual = value.squeeze(-1), residual.squeeze(-1)
-    return Solution(value, residual, series.status, stats)
+    return Solution(series.sums.view_as(rhs), residual.view_as(rhs), series.status, stats)

@@ -194,9 +194,7 @@ class FixedTruncation:
 
     def log_survival(self, steps: Tensor) -> Tensor:
         """See `Truncation.log_survival`."""
-        beyond = steps > self.num_steps
-        zeros = torch.zeros(beyond.shape, dtype=torch.float64, device=beyond.device)
-        return zeros.masked_fill(beyond, -math.inf)
+        return torch.zeros_like(steps, dtype=torch.float64).masked_fill(steps > self.num_steps, -math.inf)
 
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
         """See `Truncation.sample`."""

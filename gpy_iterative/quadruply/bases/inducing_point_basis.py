@@ -35,7 +35,7 @@ class KeptAt:
 
 
 class KernelFunctionBasis(FeatureBasis):
-    """phi(x) = k(x, Z) for points Z [m, d]."""
+    """Made of k(x, Z) for points Z [m, d]; by itself phi(x) = k(x, Z)."""
 
     def __init__(self, kernel: kernels.Kernel, points: Tensor) -> None:
         super().__init__()

@@ -8,15 +8,14 @@ from torch.nn import functional
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal, kernel_matrix
-from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
-from gpy_iterative.quadruply.bases.inducing_point_basis import KeptAt, check_columns, check_points, gram_matrix
+from gpy_iterative.quadruply.bases.inducing_point_basis import KeptAt, KernelFunctionBasis, check_columns, gram_matrix
 from gpy_iterative.quadruply.bases.random_fourier_basis import FourierGroups
 
 #: Relative to the largest; the tail has smaller eigenvalues.
 SMALLEST_EIGENVALUE = 1e-6
 
 
-class NystromBasis(FeatureBasis):
+class NystromBasis(KernelFunctionBasis):
     """Nystrom eigenfeatures phi(x) = diag(l)^-1/2 U^T k(Z, x), K_ZZ = U diag(l) U^T, and a random tail; S = I.
 
     phi^T phi is nearly diagonal, so independent posterior deviations are nearly exact. With tail features
@@ -47,10 +46,7 @@ class NystromBasis(FeatureBasis):
         seed: int = 0,
         store_frequencies: bool = True,
     ) -> None:
-        super().__init__()
-        check_points(kernel, inducing_points)
-        self.kernel = kernel
-        self.register_buffer("points", inducing_points.detach().clone())
+        super().__init__(kernel, inducing_points)
         self.fourier = None
         self.num_groups = 0
         check_count("num_tail_features", num_tail_features, least=0)
