@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 #: Largest move of a coordinate without units.
 RADIUS = 2.0
+#: Of a coordinate with units, relative to its value. A move by the whole value would end at zero: a factor's covariances
+#: are stationary there, so a fit whose factors are all clipped to zero ends at this saddle.
+RELATIVE_RADIUS = 0.9
 #: For undetermined coordinates, per datum; with units relative to the diagonal.
 RIDGE = 1e-6
 #: Relative to the diagonal of A: largest at first, least after a poor step.
@@ -192,7 +195,7 @@ class LevenbergMarquardt(ABC):
         scale = torch.where(has_scale, diagonal, point.num_data)
         # With units: by its value, or its standard error if that is larger. A curvature per datum would not do: a task's
         # covariances depend on few degrees of freedom, however many data there are.
-        radius = torch.where(has_scale, point.position.abs().maximum(scale.rsqrt()), RADIUS)
+        radius = torch.where(has_scale, (RELATIVE_RADIUS * point.position.abs()).maximum(scale.rsqrt()), RADIUS)
         # The value is quadratic in parameters of the mean.
         radius = torch.where(curvature.linear, torch.inf, radius)
         no_samples = gradient.new_zeros(0, len(gradient))
