@@ -50,14 +50,17 @@ def has_converged(left: float, noise: float) -> bool:
 def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float, noise: float) -> bool:
     """Whether unknown errors of solves and rounding hide the nats left to gain, given by point.
 
-    True if steps without visible gain (`seen`) leave more than the best earlier point; near the end, more than half of it,
-    unless the last step leaves clearly less than all others. `limit` is the noise of a converged fit.
+    True if steps without visible gain (`seen`) leave more than the best earlier point, far from the end clearly more; near
+    the end, more than half of it, unless the last step leaves clearly less than all others. `limit` is the noise of a
+    converged fit.
     """
     if len(lefts) <= DROWNED or any(seen[-DROWNED:]):
         return False
     recent, best = min(lefts[-DROWNED:]), min(lefts[:-DROWNED])
     is_falling = CLEAR * noise < lefts[-1] < FALL * min(lefts[:-1])
-    return recent > best or (NEAR * limit > recent > best / 2 and not is_falling)
+    is_far = recent - CLEAR * noise > NEAR * limit
+    leads_away = recent > best + (CLEAR * noise if is_far else 0.0)
+    return leads_away or (NEAR * limit > recent > best / 2 and not is_falling)
 
 
 def has_stalled(values: Sequence[float], least: float) -> bool:
