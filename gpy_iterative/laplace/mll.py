@@ -149,7 +149,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         )
         logger.info("%s: %s", type(self).__name__, self.report)
         self._params = LikelihoodParams.given(params, self.model)
-        self._run = self._run.drawn(generator).having(mode={"weights": solution.value})
+        self._run = self._run.having(generator, mode={"weights": solution.value})
         return with_checked_gradient(value, self)
 
     def posterior(self) -> LaplacePosterior:

@@ -184,7 +184,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
                 self.model.basis.settle()
             value, run = self._estimate(call)
         if tracks:
-            self._run = run.having(data=run.parts.get("data") or self._data.marks(x, target)).drawn(call.generator)
+            self._run = run.having(call.generator, data=run.parts.get("data") or self._data.marks(x, target))
         self.report = self._report_of(value, run, x, time.perf_counter() - start)
         logger.info("%s: %s", type(self).__name__, self.report)
         return with_checked_gradient(value, self)

@@ -166,7 +166,7 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             drawn = RandomFourierFeatures(count).draw(terms, generator)
             others = others | {"count": torch.tensor(count, device=CPU)}
             kept = {f"features.{name}": t for name, t in drawn.items()} | others
-            run = run.drawn(generator).having(features=kept)
+            run = run.having(generator, features=kept)
         draws = dict(kept)
         features, total = RandomFourierFeatures(int(draws["count"])), self._sum(num_data, draws)
         with torch.set_grad_enabled(any(tensor.requires_grad for tensor in operator.representation())):

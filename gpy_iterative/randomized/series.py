@@ -128,7 +128,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if kept is None:
             generator = run.generator()
             kept = self._draw(operator, truncation, generator)
-            run = run.drawn(generator).having(series=kept)
+            run = run.having(generator, series=kept)
         batch = operator.batch_shape
         self._check_stops(kept["target_stops"], kept["probe_stops"], batch)
         probes = self.probes.probes(operator, None, draws_under("probes", dict(kept)))

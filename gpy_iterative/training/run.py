@@ -58,13 +58,11 @@ class Run:
         generator.set_state(self.position)
         return generator
 
-    def drawn(self, generator: torch.Generator) -> "Run":
-        return replace(self, position=generator.get_state())
-
-    def having(self, **parts: Part | None) -> "Run":
-        """Replaces parts; None removes one."""
+    def having(self, drawn: torch.Generator | None = None, /, **parts: Part | None) -> "Run":
+        """Replaces parts, None removes one, and the position by that of a generator that has drawn."""
+        position = self.position if drawn is None else drawn.get_state()
         merged = {**self.parts, **parts}
-        return replace(self, parts={name: part for name, part in merged.items() if part is not None})
+        return replace(self, position=position, parts={name: part for name, part in merged.items() if part is not None})
 
     def for_system(self, operator: LinearOperator) -> "Run":
         """Without parts of another shape, device or dtype; but float32 parts become float64."""
@@ -124,7 +122,7 @@ def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tens
     if len(order) != num_data or position + batch_size > num_data:
         generator = run.generator()
         order, position = torch.randperm(num_data, generator=generator, device=generator.device), 0
-        run = run.drawn(generator)
+        run = run.having(generator)
     end = position + batch_size
     return order[position:end], run.having(**{name: {"order": order, "position": torch.tensor(end, device=CPU)}})
 

@@ -10,7 +10,7 @@ def test_a_generator_of_the_run_draws_the_same_until_the_run_is_replaced() -> No
     run = Run.begin(3)
     first, again = run.generator(), run.generator()
     assert torch.equal(torch.rand(4, generator=first), torch.rand(4, generator=again))
-    after = run.drawn(first)
+    after = run.having(first)
     assert torch.equal(torch.rand(4, generator=after.generator()), torch.rand(4, generator=again))
     assert torch.equal(run.position, Run.begin(3).position)
 
