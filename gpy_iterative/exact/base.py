@@ -24,9 +24,8 @@ from gpy_iterative.exact.estimates import (
     check_estimated,
     check_warm_start,
     exact_estimate,
-    initial_guess,
     stochastic_estimate,
-    updated,
+    warm_start_after,
 )
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior
 from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Whitened, suited_to
@@ -279,7 +278,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if solver.probe_tolerance is None and residual_of_one is not None:
             # Solver errors bias the gradient: keep them below the probes' noise.
             probe_tolerance = max(probe_tolerance, min(0.05, residual_of_one / math.sqrt(self.probes.num_probes)))
-        learned = parts.get("quadrature")
+        before, learned = parts.get("warm_start"), parts.get("quadrature")
         with divided(), reporting_solve(self.progress) as callback:
             if logdet_draws is None:
                 logdet_draws = logdet_distribution.draw(operator, None, generator, others=draws)
@@ -290,15 +289,16 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                 logdet_distribution.probes(operator, None, dict(logdet_draws), others=probes),
                 solver,
                 tolerances=(solver.tolerance, probe_tolerance),
-                initial_guess=initial_guess(self.warm_start, parts.get("warm_start")),
+                initial_guess=before.get("guess", before["latest"]) if before and self.warm_start else None,
                 positions=None if learned is None else BracketPositions(**learned),
                 generator=generator,
                 callback=callback,
             )
-        run = run.drawn(generator).having(
+        run = run.having(
+            generator,
             probes=draws,
             logdet=logdet_draws,
             quadrature=dict(vars(positions)),
-            warm_start=updated(self.warm_start, parts.get("warm_start"), solutions),
+            warm_start=warm_start_after(self.warm_start, before, solutions),
         )
         return estimate, run

@@ -40,19 +40,10 @@ def check_warm_start(mode: WarmStart) -> None:
         raise ValueError(f"warm_start must be 'extrapolated', 'previous' or False, got {mode!r}.")
 
 
-def initial_guess(mode: WarmStart, part: Part | None) -> Tensor | None:
-    """Start of the next solve, [*b, n, s]; None is zero."""
-    if mode is False or part is None:
-        return None
-    if mode == "extrapolated" and "before" in part:
-        return 2 * part["latest"] - part["before"]
-    return part["latest"]
-
-
-def updated(mode: WarmStart, part: Part | None, solutions: Tensor) -> Part:
-    """The part for the next step; `solutions` [*b, n, s] must not change later."""
-    if mode == "extrapolated" and part is not None:
-        return {"latest": solutions, "before": part["latest"]}
+def warm_start_after(mode: WarmStart, before: Part | None, solutions: Tensor) -> Part:
+    """Solutions [*b, n, s], which must not change later, and the next guess where it is another."""
+    if mode == "extrapolated" and before is not None:
+        return {"latest": solutions, "guess": 2 * solutions - before["latest"]}
     return {"latest": solutions}
 
 
