@@ -191,7 +191,7 @@ class LogDeterminantQuadrature:
         self._operator, self._preconditioner = operator, preconditioner
         self._size, self._tolerance, self._positions = probes.shape[-2], tolerance, positions
         self._most = min(max(max_iterations, LEAST_PRODUCTS), self._size)
-        self._result: LogDeterminant | None = None
+        self._end: tuple[_Found, BracketPositions] | None = None
         # Pivoted Cholesky and Nystrom factors have K >= L L^T, so H >= L L^T + noise >= min(noise / d) P.
         self._floor: Tensor | None = None
         if isinstance(operator, NoisyLinearOperator) and isinstance(
@@ -205,55 +205,58 @@ class LogDeterminantQuadrature:
         self._diagonals: list[Tensor] = []
         self._offdiagonals: list[Tensor] = []
         self._judged: Tensor | None = None  # its change bounds the error
-        solved = preconditioner.solve(probes)
-        self._squared_norm = (probes * solved).sum(-2).clamp_min(0)
+        self._residual, self.wanted = probes, preconditioner.solve(probes)
+        self._squared_norm = (probes * self.wanted).sum(-2).clamp_min(0)
         self._beta, self._previous = self._squared_norm.sqrt(), torch.zeros_like(probes)
-        self._vector, self.wanted = self._scaled(probes, solved)
 
     def finished(self) -> LogDeterminant:
         """The estimate, after products of its own where these are missing."""
-        while self._result is None:
+        while self._end is None:
             self.take(self._operator._matmul(self.wanted))
-        return self._result
+        found, positions = self._end
+        # A Ritz value is x^T H x / x^T P x.
+        ritz = torch.linalg.eigvalsh(_tridiagonal(self._diagonals, self._offdiagonals))[..., 0].amin(-1)
+        is_indefinite = bool((ritz < 0).any())
+        if is_indefinite:
+            lowest = float((ritz * self._preconditioner.smallest).min())
+            is_indefinite = is_negative(lowest, self._operator, torch.finfo(self._operator.dtype).eps)
+        mean = self._preconditioner.logdet() + found.samples.mean(-1)
+        return LogDeterminant(mean, torch.hypot(found.sem, found.error), positions, is_indefinite)
 
     def take(self, product: Tensor) -> None:
         """Goes on with H `wanted`."""
         found, positions = self._advanced(product), self._positions
+        allowed = (WORTH_OF_ERROR * found.sem).clamp_min(RESOLUTION * self._size)
+        if self._tolerance is not None:
+            allowed = torch.full_like(allowed, self._tolerance * self._size)
         count = len(self._bounds)
-        is_last, is_enough = count == self._most, self._is_enough(found.error, found.sem)
+        is_last, is_enough = count == self._most, bool((found.error <= allowed).all())
         if positions is not None and not is_enough and (estimate := positions.estimate(self._bounds)) is not None:
             expected, drifted = estimate
             inherited = torch.hypot(drifted, positions.error)
             counted = drifted if self._tolerance is None else inherited
-            is_known = not positions.are_worn and self._is_enough(counted, found.sem)
+            is_known = not positions.are_worn and bool((counted <= allowed).all())
             if is_known or (is_last and bool((inherited < found.error).all())):
-                self._end(_Found(expected, inherited, found.sem), positions.used(count))
+                self._end, self.wanted = (_Found(expected, inherited, found.sem), positions.used(count)), None
                 return
         if is_enough or is_last:
-            self._end(found, BracketPositions.learned(self._bounds, found.samples, found.error, positions))
-
-    def _is_enough(self, error: Tensor, sem: Tensor) -> bool:
-        if self._tolerance is not None:
-            return bool((error <= self._tolerance * self._size).all())
-        return bool((error <= (WORTH_OF_ERROR * sem).clamp_min(RESOLUTION * self._size)).all())
-
-    def _scaled(self, residual: Tensor, solved: Tensor) -> tuple[Tensor, Tensor]:
-        # Beta is zero when the Krylov space is exhausted.
-        inverse = torch.where(self._beta > 0, 1 / torch.where(self._beta > 0, self._beta, 1.0), 0.0).unsqueeze(-2)
-        return residual * inverse, solved * inverse
+            learned = BracketPositions.learned(self._bounds, found.samples, found.error, positions)
+            self._end, self.wanted = (found, learned), None
 
     def _advanced(self, product: Tensor) -> _Found:
-        alpha = (self.wanted * product).sum(-2)
-        residual = product - alpha.unsqueeze(-2) * self._vector
+        # Beta is zero when the Krylov space is exhausted.
+        inverse = torch.where(self._beta > 0, 1 / torch.where(self._beta > 0, self._beta, 1.0), 0.0)
+        vector, product = self._residual * inverse.unsqueeze(-2), product * inverse.unsqueeze(-2)
+        alpha = (self.wanted * product).sum(-2) * inverse
+        residual = product - alpha.unsqueeze(-2) * vector
         if self._diagonals:
             residual -= self._beta.unsqueeze(-2) * self._previous
             self._offdiagonals.append(self._beta)
         self._diagonals.append(alpha)
-        solved, self._previous = self._preconditioner.solve(residual), self._vector
-        beta = (residual * solved).sum(-2).clamp_min(0).sqrt()
+        self._residual, self._previous, self.wanted = residual, vector, self._preconditioner.solve(residual)
+        beta = (residual * self.wanted).sum(-2).clamp_min(0).sqrt()
         # A beta of rounding size gives no new direction.
         self._beta = torch.where(beta > 10 * torch.finfo(beta.dtype).eps * alpha.abs(), beta, torch.zeros_like(beta))
-        self._vector, self.wanted = self._scaled(residual, solved)
         rules = _quadratures(self._diagonals, self._offdiagonals, self._beta, self._floor)
         upper, lower, squares = (rule * self._squared_norm for rule in rules)
         self._bounds.append((upper, lower))
@@ -267,18 +270,6 @@ class LogDeterminantQuadrature:
         variance = 2 * (squares.mean(-1) - samples.mean(-1).square() / self._num_signs).clamp_min(0)
         sem = (variance / samples.shape[-1]).sqrt()
         return _Found(samples, error.maximum(change), sem)
-
-    def _end(self, found: _Found, positions: BracketPositions) -> None:
-        matrix = _tridiagonal(self._diagonals, self._offdiagonals)
-        # A Ritz value is x^T H x / x^T P x.
-        smallest = torch.linalg.eigvalsh(matrix)[..., 0].amin(-1) * self._preconditioner.smallest
-        self.wanted = None
-        self._result = LogDeterminant(
-            self._preconditioner.logdet() + found.samples.mean(-1),
-            torch.hypot(found.sem, found.error),
-            positions,
-            is_negative(float(smallest.min()), self._operator, torch.finfo(self._operator.dtype).eps),
-        )
 
 
 class SharedProducts(NoisyLinearOperator):
