@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from linear_operator import LinearOperator
@@ -48,11 +48,6 @@ class Probes:
     vectors: Tensor
     dual: Tensor | None
     covariance: Preconditioner | None = None
-
-    @classmethod
-    def of(cls, covariance: LowRankPlusDiagonal | SparseInverseCholesky, *base: Tensor) -> Self:
-        """Samples from the white vectors that `covariance.sample` takes."""
-        return cls(covariance.sample(*base), covariance.dual_sample(*base), covariance)
 
 
 def probe_jitter(*probes: Probes) -> float | None:
@@ -147,7 +142,7 @@ class Preconditioned(ProbeDistribution):
             correct_diagonal=self.correct_diagonal,
             known=known if isinstance(known, PivotedCholeskyFactor) else None,
         )
-        return Probes.of(factor, draws["factor_base"], draws["diagonal_base"])
+        return Probes(*factor.sample(draws["factor_base"], draws["diagonal_base"]), factor)
 
     @cached_property
     def _factor_recipe(self) -> PivotedCholesky:
@@ -177,7 +172,7 @@ class Whitened(ProbeDistribution):
         factor = others.covariance if others is not None else None
         if not (isinstance(factor, SparseInverseCholesky) and torch.equal(factor.order, draws["order"])):
             factor = self.recipe.build(operator, order=draws["order"])
-        return Probes.of(factor, draws["base"])
+        return Probes(*factor.sample(draws["base"]), factor)
 
 
 def suited_to(distribution: ProbeDistribution, solver: Solver, operator: LinearOperator) -> ProbeDistribution:
@@ -238,7 +233,7 @@ class RandomFeatures(ProbeDistribution):
         features = RandomFourierFeatures(self.num_frequencies).features(terms, draws_under("features", draws)).to(noise)
         shape = torch.broadcast_shapes(noise.shape, features.shape[:-1])  # a batch of targets may meet one prior
         covariance = LowRankPlusDiagonal(features.expand(*shape, features.shape[-1]), noise.expand(shape))
-        return Probes.of(covariance, draws["weights"], draws["noise_base"])
+        return Probes(*covariance.sample(draws["weights"], draws["noise_base"]), covariance)
 
     def prior_sample(self, terms: Sequence[KernelTerm], draws: Draws) -> Tensor:
         """Phi(x) w [*b, t, s], differentiable in the terms' inputs."""

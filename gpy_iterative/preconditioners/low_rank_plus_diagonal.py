@@ -104,19 +104,17 @@ class LowRankPlusDiagonal(Preconditioner):
         inner = 2 * self._cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return (inner + self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
-    def sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
-        """Xi = L w + d^1/2 e of covariance S, for white w [*b, k, s] and e [*b, n, s]."""
-        return _times(self.factor, factor_base) + self.diagonal.sqrt().unsqueeze(-1) * diagonal_base
+    def sample(self, factor_base: Tensor, diagonal_base: Tensor) -> tuple[Tensor, Tensor]:
+        """Xi = L w + d^1/2 e of covariance S, for white w [*b, k, s] and e [*b, n, s], and its dual S^-1 xi.
 
-    def dual_sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
-        """S^-1 xi = d^-1/2 (e + W (I + W^T W)^-1 (w - W^T e)).
-
-        E[xi (S^-1 xi)^T] is the identity whatever the rounding of I + W^T W, so traces are unbiased.
+        The dual is d^-1/2 (e + W (I + W^T W)^-1 (w - W^T e)). E[xi (S^-1 xi)^T] is the identity whatever the rounding of
+        I + W^T W, so traces are unbiased.
         """
         root = self.diagonal.sqrt().unsqueeze(-1)
         whitened = diagonal_base / root
         inner = self._inner_solve(factor_base - _times(self.factor.mT, whitened))
-        return whitened + _times(self.factor, inner) / self.diagonal.unsqueeze(-1)
+        dual = whitened + _times(self.factor, inner) / self.diagonal.unsqueeze(-1)
+        return _times(self.factor, factor_base) + root * diagonal_base, dual
 
     def _inner_solve(self, rhs: Tensor) -> Tensor:
         return torch.cholesky_solve(rhs.double(), self._cholesky).to(rhs.dtype)

@@ -68,7 +68,7 @@ class SparseInverseCholesky(Preconditioner):
 
     def solve(self, rhs: Tensor) -> Tensor:
         """B^T B rhs for [n, s]."""
-        return self.dual_sample(self.whiten(rhs))
+        return self._unwhitened(self.whiten(rhs))
 
     def whiten(self, rhs: Tensor) -> Tensor:
         """B rhs for [n, s], in the order of elimination."""
@@ -79,16 +79,16 @@ class SparseInverseCholesky(Preconditioner):
     def logdet(self) -> Tensor:
         return (-2 * self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
-    def sample(self, base: Tensor) -> Tensor:
-        """Xi = B^-1 e of covariance S, for white e [n, s]."""
+    def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:
+        """Xi = B^-1 e of covariance S, for white e [n, s], and its dual S^-1 xi = B^T e."""
         result = torch.zeros_like(base)
         for rows in self._levels:
             known = embedding_bag(self.neighbours[rows], result, per_sample_weights=self.weights[rows], mode="sum")
             result[rows] = (base[rows] - known).div_(self.diagonal[rows].unsqueeze(-1))
-        return result[self._rank]
+        return result[self._rank], self._unwhitened(base)
 
-    def dual_sample(self, base: Tensor) -> Tensor:
-        """S^-1 xi = B^T e."""
+    def _unwhitened(self, base: Tensor) -> Tensor:
+        """B^T base."""
         beside = _weighted_sums(self._transposed_rows, self._transposed_starts, self._transposed_weights, base)
         return beside.addcmul_(self.diagonal.unsqueeze(-1), base)[self._rank]
 
