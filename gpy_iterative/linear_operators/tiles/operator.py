@@ -137,7 +137,9 @@ class TiledLinearOperator(LinearOperator):
         return self.tiles().product(slice(None), columns, rhs).mul_(self.tile_scale)
 
     def principal_block(self, block: slice) -> Tensor:
-        return self.tiles().principal_block(block).mul_(self.tile_scale)
+        if not self.symmetric:
+            raise ValueError("A rectangular kernel matrix has no principal blocks.")
+        return self.tiles().block(block, block).mul_(self.tile_scale)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
         return self.tiles().dense_rows(rows) * self.tile_scale  # not in place: the scale may have more batch dimensions

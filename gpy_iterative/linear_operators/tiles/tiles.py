@@ -4,7 +4,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -23,10 +22,6 @@ PICKED_ENTRIES = ByDevice(cpu=2**20, accelerator=2**24)
 
 def blocks(stop: int, length: int, start: int = 0) -> list[slice]:
     return [slice(first, min(first + length, stop)) for first in range(start, stop, length)]
-
-
-def _tiles_of(start: int, stop: int, length: int) -> range:
-    return range(start // length, -(-stop // length) if start < stop else start // length)
 
 
 class RowBlocks:
@@ -132,7 +127,7 @@ class Tiles(ABC):
     ) -> Tensor:
         """Some rows and columns of the matrix, or of another one with these values, times rhs [*b, len(columns), s]."""
         start, stop, _ = rows.indices(self.shape[-2])
-        wanted = _tiles_of(start, stop, self.length)
+        wanted = range(start // self.length, -(-stop // self.length))
         given = RowBlocks.of(rhs, self.shape[-1], self.length, columns.indices(self.shape[-1])[0])
         share = partial(self._share_of_product, wanted, given, values or self.values)
         (data,) = self.sums(share, self.visits(wanted, given.numbers))
@@ -192,34 +187,11 @@ class Tiles(ABC):
 
     def dense_rows(self, rows: Tensor) -> Tensor:
         """Dense rows [*b, len(rows), m], on every process."""
-        result = self._like.new_empty(*self.shape[:-2], len(rows), self.shape[-1])
-
-        def fill(columns: slice) -> None:
-            result[..., columns] = self.block(rows, columns)
-
+        nothing = self._like.new_empty(*self.shape[:-2], len(rows), 0)  # a matrix may have no columns
         parts = self._some_columns(len(rows), slice(0, self.shape[-1]))
-        run([partial(fill, columns) for columns in parts], self._like.device)
-        return result
+        found = run([partial(self.block, rows, columns) for columns in parts], self._like.device)
+        return torch.cat([nothing, *found], dim=-1)
 
     def _some_columns(self, rows: int, columns: slice) -> list[slice]:
         entries = PICKED_ENTRIES.on(self._like.device)
         return blocks(columns.stop, max(entries // max(rows, 1), 1), columns.start)
-
-    def principal_block(self, block: slice) -> Tensor:
-        """A dense diagonal block, on every process."""
-        if not self.symmetric:
-            raise ValueError("A rectangular kernel matrix has no principal blocks.")
-        start, stop, _ = block.indices(self.shape[-1])
-        is_alone = self.ranks is None
-        numbers = _tiles_of(start, stop, self.length)
-        first, last = numbers.start * self.length, min(numbers.stop * self.length, self.shape[-1])
-        result = self._like.new_empty(last - first, last - first)
-        with self.cache.serving(*self.owner):
-            for i, j in combinations_with_replacement(numbers, 2):
-                tile = self.at(i, j)
-                entries = self.values(tile) if is_alone else self.evaluate(tile, self.scratch(tile.shape, 0))
-                rows, columns = (slice(part.start - first, part.stop - first) for part in (tile.rows, tile.columns))
-                result[rows, columns] = entries
-                if i != j:
-                    result[columns, rows] = entries.mT
-        return result[start - first : stop - first, start - first : stop - first]
