@@ -41,12 +41,6 @@ def _decay(r: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mul(r, -_LOG2_E, out=out).exp2_()
 
 
-def _exponents_(u: Tensor, scratch: Tensor) -> Tensor:
-    """-r log2(e) for r = sqrt(u), with 1 / r in scratch: rsqrt is faster than sqrt on a CPU."""
-    torch.rsqrt(u, out=scratch)
-    return torch.addcmul(u.new_zeros(()), u, scratch, value=-_LOG2_E, out=u)
-
-
 def _one_plus_r(exponents: Tensor, exponential: Tensor, out: Tensor) -> Tensor:
     """(1 + r) exp(-r) from -r log2(e) and exp(-r)."""
     return torch.addcmul(exponential, exponents, exponential, value=-1 / _LOG2_E, out=out)
@@ -125,12 +119,14 @@ class _Gaussian(RadialFunction):
 
 @dataclass(frozen=True)
 class _Matern(RadialFunction):
-    """A function of r = sqrt(u) and 1 / r: u must be positive."""
+    """A function of r = sqrt(u)."""
 
     largest = FARTHEST**2
 
-    def clamp_(self, u: Tensor) -> Tensor:
-        return u.clamp_(torch.finfo(u.dtype).tiny, self.largest)
+    def _exponents_(self, u: Tensor, scratch: Tensor) -> Tensor:
+        """-r log2(e), with 1 / r in scratch: rsqrt is faster than sqrt on a CPU, and needs positive u."""
+        torch.rsqrt(u.clamp_(torch.finfo(u.dtype).tiny, self.largest), out=scratch)
+        return torch.addcmul(u.new_zeros(()), u, scratch, value=-_LOG2_E, out=u)
 
 
 @dataclass(frozen=True)
@@ -154,7 +150,7 @@ class _Matern12(_Matern):
         return _decay(_safe_sqrt(u))
 
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        return _exponents_(self.clamp_(u), scratch).exp2_()
+        return self._exponents_(u, scratch).exp2_()
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
         limits = torch.finfo(u.dtype)
@@ -178,7 +174,7 @@ class _Matern32(_Matern):
         return (1 + r) * _decay(r)
 
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        exponents = _exponents_(self.clamp_(u), scratch)
+        exponents = self._exponents_(u, scratch)
         return _one_plus_r(exponents, torch.exp2(exponents, out=scratch), out=u)
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -205,7 +201,7 @@ class _Matern52(_Matern):
         return (1 + r + u / 3) * _decay(r)
 
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        exponents = _exponents_(self.clamp_(u), scratch)
+        exponents = self._exponents_(u, scratch)
         return self._from_exponents_(exponents, torch.exp2(exponents, out=scratch))
 
     def _from_exponents_(self, exponents: Tensor, exponential: Tensor) -> Tensor:
@@ -213,7 +209,7 @@ class _Matern52(_Matern):
         return _one_plus_r(exponents, exponential, out=exponents)
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-        exponential = torch.exp2(_exponents_(self.clamp_(u), scratch))
+        exponential = torch.exp2(self._exponents_(u, scratch))
         _one_plus_r(u, exponential, out=scratch)
         return self._from_exponents_(u, exponential), scratch
 
