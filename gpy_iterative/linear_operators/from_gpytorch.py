@@ -1,6 +1,6 @@
 """GPyTorch priors and likelihoods as operators of this package."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -45,7 +45,7 @@ _STRUCTURED = (
 def kernel_operator(
     covariance: LinearOperator | Tensor, products: KernelProducts, caches: TileCaches | None = None
 ) -> LinearOperator:
-    """The prior covariance as an operator that stores no kernel matrix.
+    """The prior covariance, or a part of it, as an operator that stores no kernel matrix.
 
     Args:
         covariance: `function_dist.lazy_covariance_matrix`.
@@ -61,39 +61,27 @@ def kernel_operator(
             "gpytorch.beta_features.checkpoint_kernel has no use here (nothing of size n x n is stored) and changes "
             "what lazy kernels mean: leave it off."
         )
-    return _read(covariance, _Place(products, TileCaches() if caches is None else caches))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A kernel's path in the prior is the key of its tiles."""
-
-    products: KernelProducts
-    caches: TileCaches
-    path: str = ""
-
-    def at(self, name: str) -> "_Place":
-        return replace(self, path=f"{self.path}.{name}" if self.path else name)
-
-
-def _read(covariance: LinearOperator | Tensor, place: _Place) -> LinearOperator:
+    caches = TileCaches() if caches is None else caches
     if isinstance(covariance, LazyEvaluatedKernelTensor):
         kernel, x1, x2 = covariance.kernel, covariance.x1, covariance.x2
         check_kernel_dtype(kernel, x1)
         same, by_dimension = are_same_inputs(x1, x2), covariance.last_dim_is_batch
         if by_dimension or covariance.params:
             return evaluated(kernel, x1, x2, diag=False, last_dim_is_batch=by_dimension, **covariance.params)
-        return _of_kernel(kernel, x1, None if same else x2, place)
+        return operator_of_kernel(kernel, x1, None if same else x2, products, caches)
     if isinstance(covariance, AddedDiagLinearOperator):
-        return NoisyLinearOperator(_read(covariance._linear_op, place), added_diagonal(covariance))
+        return NoisyLinearOperator(kernel_operator(covariance._linear_op, products, caches), added_diagonal(covariance))
     if isinstance(covariance, SumLinearOperator):
-        return _sum([_read(part, place.at(str(i))) for i, part in enumerate(covariance.linear_ops)])
+        parts = enumerate(covariance.linear_ops)
+        return _sum([kernel_operator(part, products, caches.part(str(i))) for i, part in parts])
     if isinstance(covariance, ConstantMulLinearOperator):
-        return _times(_read(covariance.base_linear_op, place), covariance._constant)
+        return _times(kernel_operator(covariance.base_linear_op, products, caches), covariance._constant)
     covariance = to_linear_operator(covariance)
     if not any(isinstance(part, LazyEvaluatedKernelTensor) for part in all_parts(covariance)):
         return covariance
-    read = lambda name, part: _read(part, place.at(str(name))) if isinstance(part, LinearOperator) else part
+    read = lambda name, part: (
+        kernel_operator(part, products, caches.part(str(name))) if isinstance(part, LinearOperator) else part
+    )
     parts = [read(number, part) for number, part in enumerate(covariance._args)]
     return type(covariance)(*parts, **{name: read(name, part) for name, part in covariance._kwargs.items()})
 
@@ -116,48 +104,46 @@ def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
 
 
 def operator_of_kernel(
-    kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts
+    kernel: kernels.Kernel,
+    x1: Tensor,
+    x2: Tensor | None,
+    products: KernelProducts,
+    caches: TileCaches | None = None,
 ) -> LinearOperator:
-    """The operator k(x1, x2) of inputs with active dims only; x2 None is x1."""
-    return _of_kernel(kernel, x1, x2, _Place(products, TileCaches()))
-
-
-def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
-    place.products.check(value_dtype(kernel, x1))
+    """The operator k(x1, x2) of inputs with active dims only; x2 None is x1. The rest is as in `kernel_operator`."""
+    caches = TileCaches() if caches is None else caches
+    of_part = lambda part, name: operator_of_kernel(part, x1, x2, products, caches.part(name))
+    products.check(value_dtype(kernel, x1))
     if type(kernel) is kernels.ScaleKernel:
         # ScaleKernel calls its base's forward: active dims are already selected.
-        return _times(_of_kernel(kernel.base_kernel, x1, x2, place.at("base_kernel")), kernel.outputscale)
+        return _times(of_part(kernel.base_kernel, "base_kernel"), kernel.outputscale)
     if type(kernel) is kernels.AdditiveKernel:
-        return _sum([_of_part(part, x1, x2, place.at(f"kernels.{i}")) for i, part in enumerate(kernel.kernels)])
+        active = lambda part: (active_inputs(part, x1), None if x2 is None else active_inputs(part, x2))
+        parts = [(part, caches.part(f"kernels.{i}")) for i, part in enumerate(kernel.kernels)]
+        return _sum([operator_of_kernel(part, *active(part), products, its_caches) for part, its_caches in parts])
     radial = radial_inputs(kernel, x1, x2)
     if radial is not None:
         # Learned inputs need derivatives by single points, which a far field does not give accurately.
-        products = replace(place.products, far_field=None) if x1.requires_grad else place.products
-        options = {"function": radial.function, "products": products, "cache": place.caches.take(place.path)}
+        products = replace(products, far_field=None) if x1.requires_grad else products
+        options = {"function": radial.function, "products": products, "cache": caches.cache}
         operator = RadialKernelLinearOperator(
             radial.x1, radial.x1.new_ones(()), x2=radial.x2, alpha=radial.alpha, angles=radial.angles, **options
         )
         return reduce(_times, radial.outputscales, operator)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # As in its forward, the data kernel's active dims are ignored.
-        data = _of_kernel(kernel.data_covar_module, x1, x2, place.at("data_covar_module"))
+        data = of_part(kernel.data_covar_module, "data_covar_module")
         tasks = to_linear_operator(kernel.task_covar_module.covar_matrix)
         if tasks.shape[-1] == 1:  # linear_operator would call view() on a product that is not contiguous
             return _times(data, tasks.to_dense()[..., 0, 0])
         return KroneckerProductLinearOperator(data, tasks)
     if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
-        parts = enumerate(kernel.covar_module_list)
-        return _sum([_of_kernel(part, x1, x2, place.at(f"covar_module_list.{i}")) for i, part in parts])
+        return _sum([of_part(part, f"covar_module_list.{i}") for i, part in enumerate(kernel.covar_module_list)])
     if isinstance(kernel, kernels.GridInterpolationKernel):
         _check_within_grid(kernel, x1 if x2 is None else torch.cat([x1.flatten(0, -2), x2.flatten(0, -2)]))
     if isinstance(kernel, _STRUCTURED):
         return evaluated(kernel, x1, x1 if x2 is None else x2)
-    cache = place.caches.take(place.path)
-    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=place.products, cache=cache)
-
-
-def _of_part(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
-    return _of_kernel(kernel, active_inputs(kernel, x1), None if x2 is None else active_inputs(kernel, x2), place)
+    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=products, cache=caches.cache)
 
 
 def _check_within_grid(kernel: kernels.GridInterpolationKernel, inputs: Tensor) -> None:

@@ -291,7 +291,7 @@ def test_twins_of_several_kernels_displace_each_others_native_tiles() -> None:
             torch.tensor(1.0).double(),
             function=MATERN32,
             products=products,
-            cache=caches.take(str(seed)),
+            cache=caches.part(str(seed)).cache,
         )
         for seed in (0, 1)
     )

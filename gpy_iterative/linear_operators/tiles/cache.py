@@ -196,25 +196,26 @@ def new_memory(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 class TileCaches:
-    """The caches of a prior's kernels, under one budget."""
+    """The cache of a kernel, and the caches of its parts by name, under one budget."""
 
-    def __init__(self) -> None:
-        self._pool = _Pool()
-        self._caches: dict[str, TileCache] = {}
+    def __init__(self, pool: _Pool | None = None) -> None:
+        self._pool = _Pool() if pool is None else pool
+        self.cache = TileCache(self._pool)
+        self._parts: dict[str, TileCaches] = {}
 
-    def take(self, path: str) -> TileCache:
-        """The cache of the kernel at a path, such as "base_kernel.kernels.0"."""
-        if path not in self._caches:
-            self._caches[path] = TileCache(self._pool)
-        return self._caches[path]
+    def part(self, name: str) -> "TileCaches":
+        """The caches of a part such as "base_kernel"."""
+        if name not in self._parts:
+            self._parts[name] = TileCaches(self._pool)
+        return self._parts[name]
 
     def clear(self) -> None:
-        for cache in self._caches.values():
-            cache.clear()
+        for each in (self.cache, *self._parts.values()):
+            each.clear()
 
     @property
     def num_bytes(self) -> int:
-        return sum(cache.num_bytes for cache in self._caches.values())
+        return sum(each.num_bytes for each in (self.cache, *self._parts.values()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TileCaches, ()
