@@ -129,7 +129,9 @@ def _entries(operator: RadialKernelLinearOperator) -> int:
     """Entries that a product evaluates; of tiles where there is no far field."""
     tiles = operator.tiles()
     field = tiles.far_field() if isinstance(tiles, RadialFarField) else None
-    return operator.shape[-1] ** 2 // 2 if field is None else field.levels.num_entries
+    if field is None:
+        return operator.shape[-1] ** 2 // 2
+    return sum(batch.shape.numel() for batch in field.levels.batches)
 
 
 def _error(field: RadialKernelLinearOperator, problem: Problem, lengthscale: float) -> float:

@@ -76,15 +76,8 @@ class RadialEntries:
         self, left: ScaledInputs, right: ScaledInputs, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
         """Blocks [b, m, p] between points left [b, m] and right [b, p]; overwrites `out` and `scratch`."""
-        u, scratch = self._squared_distances(left, right, out, scratch)
+        u, scratch = self.squared_distances(left, right, out, scratch)
         return self.function.value_(u, scratch, self.alpha)
-
-    def blocks_and_derivatives(
-        self, left: ScaledInputs, right: ScaledInputs, value: Tensor, derivative: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Overwrites `value` and `derivative` with f and df/dq over its factor."""
-        u, scratch = self._squared_distances(left, right, value, derivative)
-        return self.function.value_and_derivative_(u, scratch, self.alpha)
 
     def at_proxies(self, rows: Tensor, proxies: Tensor) -> Tensor:
         """Entries [b, m, p] of rows [b, m] at proxies [b, p], which skeletons interpolate.
@@ -94,7 +87,7 @@ class RadialEntries:
         """
         proxies = proxies.tensor_split([len(proxies[0]) - len(proxies[0]) // DERIVATIVE_PART], dim=1)
         points, (first, last) = self.inputs(rows), (self.inputs(part) for part in proxies)
-        u, scratch = self._squared_distances(points, last)
+        u, scratch = self.squared_distances(points, last)
         squares, num = u.clone(), len(self._apart) + (self._together is not None)
         # In pairs, because a node's own proxies alternate with its parent's (`level_proxies`).
         turn = torch.arange(u.shape[-1], device=u.device) // 2 % num
@@ -104,12 +97,10 @@ class RadialEntries:
         factor = 2 * self.function.derivative_factor / self._original.scale(self.alpha)
         return torch.cat([self.blocks(points, first), derivatives.mul_(factor)], dim=2)
 
-    def alpha_derivatives(self, left: ScaledInputs, right: ScaledInputs) -> Tensor:
-        return self.function.alpha_derivative(self._squared_distances(left, right)[0], self.alpha)
-
-    def _squared_distances(
+    def squared_distances(
         self, left: ScaledInputs, right: ScaledInputs, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        """Times the function's scale, and scratch of their shape; see `blocks`."""
         own, other = left.apart.unsqueeze(-1).unbind(1), right.apart.unsqueeze(-2).unbind(1)
         first, *others = zip(own, other, strict=True)
         u = torch.sub(*first, out=out).square_()

@@ -65,14 +65,6 @@ class Batch:
         return self.part.inputs.of(self.left), self.part.inputs.of(self.right)
 
     @property
-    def rows(self) -> Tensor:
-        return self.part.points.index_select(0, self.left)
-
-    @property
-    def columns(self) -> Tensor:
-        return self.part.points.index_select(0, self.right)
-
-    @property
     def shape(self) -> torch.Size:
         size = self.part.points.shape[1]
         return torch.Size((self.pairs.stop - self.pairs.start, size, size))
@@ -93,10 +85,6 @@ class Levels:
     is_own: Tensor
     interpolations: list[Tensor]
     parts: list[PairBlocks]
-
-    @property
-    def num_entries(self) -> int:
-        return sum(part.pairs.shape[1] * part.points.shape[1] ** 2 for part in self.parts)
 
     @cached_property
     def batches(self) -> list[Batch]:

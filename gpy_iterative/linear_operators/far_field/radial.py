@@ -71,7 +71,8 @@ class RadialFarField(RadialTiles):
             return super().scale_products(rhs)
 
         def weighted(column: Tensor, batch: Batch) -> Tensor:
-            differences = column[batch.rows].unsqueeze(-1) - column[batch.columns].unsqueeze(-2)
+            by_node = column[batch.part.points]
+            differences = by_node[batch.left].unsqueeze(-1) - by_node[batch.right].unsqueeze(-2)
             return self.values_and_derivatives(batch)[1] * differences.square_()
 
         parts = [self._product(field, rhs, partial(weighted, column)) for column in self.x1.unbind(-1)]
@@ -89,12 +90,14 @@ class RadialFarField(RadialTiles):
     def evaluate_both(self, tile: Tile | Batch, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(tile, Tile):
             return super().evaluate_both(tile, value, derivative)
-        return self.entries.blocks_and_derivatives(*tile.inputs, value, derivative)
+        u, scratch = self.entries.squared_distances(*tile.inputs, value, derivative)
+        return self.entries.function.value_and_derivative_(u, scratch, self.alpha)
 
     def alpha_derivatives(self, tile: Tile | Batch) -> Tensor:
         if isinstance(tile, Tile):
             return super().alpha_derivatives(tile)
-        return self.entries.alpha_derivatives(*tile.inputs)
+        u, _ = self.entries.squared_distances(*tile.inputs)
+        return self.entries.function.alpha_derivative(u, self.alpha)
 
     @divided()
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
