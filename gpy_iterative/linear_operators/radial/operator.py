@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,23 +19,6 @@ from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import blocks
-
-
-def _by_vectors(product: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Calls a method for each vector of rhs [*b, n] with the same kernel."""
-
-    @wraps(product)
-    def called(operator: "RadialKernelLinearOperator", rhs: Tensor) -> Tensor:
-        own = operator.batch_shape
-        rhs = rhs.expand(*torch.broadcast_shapes(own, rhs.shape[:-1]), -1)
-        if rhs.dim() - 1 > len(own):
-            return torch.stack([called(operator, part) for part in rhs])
-        for dim, size in enumerate(own):
-            if size != rhs.shape[dim]:
-                return torch.cat([called(operator, part) for part in rhs.split(1, dim)], dim)
-        return product(operator, rhs)
-
-    return called
 
 
 class RadialKernelLinearOperator(TiledLinearOperator):
@@ -133,19 +116,20 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return None if field is None else field.error
 
     @torch.no_grad()
-    @_by_vectors
     def scale_products(self, rhs: Tensor) -> Tensor:
         """Derivatives [*b, n, d] of K rhs [*b, n] by log s_c, a factor of input coordinate c.
 
         Cost: a product with 1 + 2d columns for each vector.
         """
-        return self.tiles().scale_products(rhs.unsqueeze(-1)) * (2 * self.function.derivative_factor * self.tile_scale)
+        return self.tiles().scale_products(self._column(rhs)) * (2 * self.function.derivative_factor * self.tile_scale)
 
     @torch.no_grad()
-    @_by_vectors
     def alpha_product(self, rhs: Tensor) -> Tensor:
         """The derivative [*b, n] of K rhs [*b, n] by alpha."""
-        return (self.tiles().alpha_product(rhs.unsqueeze(-1)) * self.tile_scale).squeeze(-1)
+        return (self.tiles().alpha_product(self._column(rhs)) * self.tile_scale).squeeze(-1)
+
+    def _column(self, rhs: Tensor) -> Tensor:
+        return rhs.expand(*torch.broadcast_shapes(self.batch_shape, rhs.shape[:-1]), -1).unsqueeze(-1)
 
     def _diagonal(self) -> Tensor:
         if self.symmetric:
