@@ -69,14 +69,9 @@ class RandomFourierFeatures:
 
         An entry costs d / 2 multiply-adds and a sine or cosine.
         """
-        blocks = self._blocks(terms, draws)
-        rows, block = next(blocks)
-        size = terms[0].inputs.shape[-2] * summands(terms)[0].num_tasks
-        if block.shape[-2] == size:
-            return block
-        result = block.new_empty(*block.shape[:-2], size, block.shape[-1])
-        result[..., rows, :] = block
-        for rows, block in blocks:
+        size, result = terms[0].inputs.shape[-2] * summands(terms)[0].num_tasks, None
+        for rows, block in self._blocks(terms, draws):
+            result = block.new_empty(*block.shape[:-2], size, block.shape[-1]) if result is None else result
             result[..., rows, :] = block
         return result
 

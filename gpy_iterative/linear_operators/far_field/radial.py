@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,14 +46,15 @@ class RadialFarField(RadialTiles):
         return f"{description}, a far field of blocks {blocks}", [*tensors, *(part.pairs for part in parts)]
 
     def product(
-        self, rows: slice, columns: slice, rhs: Tensor, values: Callable[[Tile], Tensor] | None = None
+        self, rows: slice, columns: slice, rhs: Tensor, values: Callable[[Any], Tensor] | None = None
     ) -> Tensor:
-        is_whole = rows == _ALL and columns == _ALL and values is None
-        field = self.far_field() if is_whole else None
-        return super().product(rows, columns, rhs, values) if field is None else self._product(field, rhs, self.values)
+        field = self.far_field() if rows == columns == _ALL else None
+        if field is None:
+            return super().product(rows, columns, rhs, values)
+        return self._product(field, rhs, values or self.values)
 
     @divided()
-    def _product(self, field: FarField, rhs: Tensor, values: Callable[[Batch], Tensor]) -> Tensor:
+    def _product(self, field: FarField, rhs: Tensor, values: Callable[[Any], Tensor]) -> Tensor:
         columns = rhs.movedim(-2, 0)
         with self.cache.serving(*self.owner):
             product = field.levels.matmul(columns.flatten(1), values, self._own_batches(field))
@@ -66,8 +67,7 @@ class RadialFarField(RadialTiles):
         return batches if self.ranks is None else batches[self.ranks.rank :: self.ranks.size]
 
     def scale_products(self, rhs: Tensor) -> Tensor:
-        field = self.far_field()
-        if field is None:
+        if self.far_field() is None:
             return super().scale_products(rhs)
 
         def weighted(column: Tensor, batch: Batch) -> Tensor:
@@ -75,12 +75,8 @@ class RadialFarField(RadialTiles):
             differences = by_node[batch.left].unsqueeze(-1) - by_node[batch.right].unsqueeze(-2)
             return self.values_and_derivatives(batch)[1] * differences.square_()
 
-        parts = [self._product(field, rhs, partial(weighted, column)) for column in self.x1.unbind(-1)]
+        parts = [self.product(_ALL, _ALL, rhs, partial(weighted, column)) for column in self.x1.unbind(-1)]
         return torch.cat(parts, dim=-1)
-
-    def alpha_product(self, rhs: Tensor) -> Tensor:
-        field = self.far_field()
-        return super().alpha_product(rhs) if field is None else self._product(field, rhs, self.alpha_derivatives)
 
     def evaluate(self, tile: Tile | Batch, out: Tensor) -> Tensor:
         if isinstance(tile, Tile):
