@@ -118,9 +118,8 @@ def operator_of_kernel(
         # ScaleKernel calls its base's forward: active dims are already selected.
         return _times(of_part(kernel.base_kernel, "base_kernel"), kernel.outputscale)
     if type(kernel) is kernels.AdditiveKernel:
-        active = lambda part: (active_inputs(part, x1), None if x2 is None else active_inputs(part, x2))
-        parts = [(part, caches.part(f"kernels.{i}")) for i, part in enumerate(kernel.kernels)]
-        return _sum([operator_of_kernel(part, *active(part), products, its_caches) for part, its_caches in parts])
+        parts = [(part, active_inputs(part, x1), active_inputs(part, x2)) for part in kernel.kernels]
+        return _sum([operator_of_kernel(*part, products, caches.part(f"kernels.{i}")) for i, part in enumerate(parts)])
     radial = radial_inputs(kernel, x1, x2)
     if radial is not None:
         # Learned inputs need derivatives by single points, which a far field does not give accurately.

@@ -10,13 +10,7 @@ from linear_operator.operators import BlockInterleavedLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.extensions import (
-    Rows,
-    function_blocks,
-    matrix_derivative,
-    rows_matmul,
-    whole_points,
-)
+from gpy_iterative.linear_operators.extensions import function_blocks, matrix_derivative, whole_points
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, masked_covariance
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
@@ -73,13 +67,6 @@ class RepeatedKernelLinearOperator(LinearOperator):
     def to_dense(self) -> Tensor:
         kernel = self.kernel.to_dense()
         return torch.kron(kernel, torch.eye(self.repeats, dtype=kernel.dtype, device=kernel.device))
-
-    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        """See `extensions.rows_matmul`."""
-        index = torch.arange(self.shape[-2], device=rhs.device)[rows]
-        points, position = (index // self.repeats).unique(return_inverse=True)
-        found = rows_matmul(self.kernel, points, self._side_by_side(rhs))
-        return found.view(len(points), self.repeats, -1)[position, index % self.repeats]
 
 
 @dataclass(frozen=True)

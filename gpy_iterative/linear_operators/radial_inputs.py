@@ -7,13 +7,15 @@ all their coordinates.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from gpytorch import kernels
 from torch import Tensor
 
 from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF, RadialFunction
+
+Inputs = TypeVar("Inputs", Tensor, Tensor | None)
 
 #: Inputs whose median is the origin of a radial kernel.
 CENTRE_ROWS = 256
@@ -73,10 +75,7 @@ def _factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> tuple[lis
         return factors, (kernel.outputscale, *outputscales)
     if type(kernel) is not kernels.ProductKernel:
         return [_Factor(kernel, x1, x2)], ()
-    parts = [
-        _factors(part, active_inputs(part, x1), None if x2 is None else active_inputs(part, x2))
-        for part in kernel.kernels
-    ]
+    parts = [_factors(part, active_inputs(part, x1), active_inputs(part, x2)) for part in kernel.kernels]
     return [factor for part, _ in parts for factor in part], tuple(scale for _, part in parts for scale in part)
 
 
@@ -126,9 +125,9 @@ def value_dtype(kernel: kernels.Kernel, x: Tensor) -> torch.dtype:
     return x.dtype if x.is_floating_point() else kernel.dtype
 
 
-def active_inputs(kernel: kernels.Kernel, x: Tensor) -> Tensor:
-    """The kernel's active columns [*b, n, d] of x [*b, n, D]."""
-    return x if kernel.active_dims is None else x.index_select(-1, kernel.active_dims)
+def active_inputs(kernel: kernels.Kernel, x: Inputs) -> Inputs:
+    """The kernel's active columns [*b, n, d] of x [*b, n, D], or None."""
+    return x if x is None or kernel.active_dims is None else x.index_select(-1, kernel.active_dims)
 
 
 def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> bool:

@@ -54,9 +54,7 @@ class StateDescription:
     def taken_from(self, state: Any) -> dict[str, Any]:
         """Removes the description. Raises ValueError for another run's state."""
         if not isinstance(state, Mapping):
-            raise ValueError(
-                f"A training state is a dict, got {type(state).__name__}: pass what training_state() returned."
-            )
+            raise ValueError(f"A training state is a dict, got {type(state).__name__}. {TAKE_IT}")
         found = _read(state)
         if found.get("format") != FORMAT:
             raise ValueError(
