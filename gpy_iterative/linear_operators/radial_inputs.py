@@ -6,6 +6,7 @@ all their coordinates.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -65,7 +66,9 @@ def radial_inputs(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> Radi
     circles, lines = [_on_circles(*factor) for factor in periodic], [_over_lengthscale(*factor) for factor in rbf]
     first, second = zip(*circles, *lines, strict=True)
     angles = sum(x.shape[-1] for x, _ in circles)
-    return RadialInputs(_joined(first), None if x2 is None else _joined(second), RBF, None, angles, outputscales)
+    return RadialInputs(
+        side_by_side(first), None if x2 is None else side_by_side(second), RBF, None, angles, outputscales
+    )
 
 
 def _factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> tuple[list[_Factor], tuple[Tensor, ...]]:
@@ -104,9 +107,10 @@ def _on_circles(kernel: kernels.PeriodicKernel, x1: Tensor, x2: Tensor | None) -
     return scaled(x1), None if x2 is None else scaled(x2)
 
 
-def _joined(inputs: tuple[Tensor, ...]) -> Tensor:
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in inputs))
-    return torch.cat([x.expand(*batch, *x.shape[-2:]) for x in inputs], dim=-1)
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Columns [*b, k] of all parts, whose other dimensions are broadcast."""
+    batch = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    return torch.cat([part.expand(*batch, part.shape[-1]) for part in parts], dim=-1)
 
 
 def _centre(kernel: kernels.Kernel, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
+from gpy_iterative.linear_operators.radial_inputs import side_by_side
 from gpy_iterative.spectral.densities import GREATEST, SHARE, Draws, draws_under, growth, importance
 from gpy_iterative.spectral.summands import Summand, summands
 
@@ -83,8 +84,7 @@ class RandomFourierFeatures:
         for summand in summands(terms):
             for factor in summand.factors:
                 factor.check_differentiable()
-        blocks = [block for _, block in self._blocks(terms, draws)]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
+        return torch.cat([block for _, block in self._blocks(terms, draws)], dim=-2)
 
     def leading(self, terms: Sequence[KernelTerm], num_frequencies: int) -> tuple[Tensor, Tensor]:
         """Columns [k] of the first frequencies, and factors [k] that keep the variance. Raises ValueError."""
@@ -128,10 +128,9 @@ class RandomFourierFeatures:
         for start in range(0, max(terms[0].inputs.shape[-2], 1), step):
             rows = slice(start, start + step)
             blocks = [summand.features(rows, frequencies, importance) for summand, frequencies, importance in parts]
-            batch = torch.broadcast_shapes(*(block.shape[:-2] for block in blocks))
             num_tasks = parts[0][0].num_tasks
             rows = slice(start * num_tasks, start * num_tasks + blocks[0].shape[-2])
-            yield rows, torch.cat([block.expand(*batch, *block.shape[-2:]) for block in blocks], dim=-1)
+            yield rows, side_by_side(blocks)
 
 
 def _grown(parts: Sequence[Summand], light: set[str], draws: Draws, factor: Tensor) -> Draws:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.from_gpytorch import are_same_inputs
 from gpy_iterative.linear_operators.kernel_functions import class_of
-from gpy_iterative.linear_operators.radial_inputs import active_inputs
+from gpy_iterative.linear_operators.radial_inputs import active_inputs, side_by_side
 
 
 @dataclass(frozen=True)
@@ -214,14 +214,8 @@ def _product(kernel: kernels.ProductKernel) -> FeatureMap:
 
 def concatenated(parts: list[WeightSpaceFeatures]) -> WeightSpaceFeatures:
     """Features of a sum of kernels."""
-    if len(parts) == 1:
-        return parts[0]
-    batch = torch.broadcast_shapes(*(part.basis.shape[:-1] for part in parts))
-    basis = torch.cat([part.basis.expand(*batch, part.basis.shape[-1]) for part in parts], dim=-1)
-    batch = torch.broadcast_shapes(*(part.variances.shape[:-1] for part in parts))
-    return WeightSpaceFeatures(
-        basis, torch.cat([part.variances.expand(*batch, part.variances.shape[-1]) for part in parts], dim=-1)
-    )
+    basis, variances = ([getattr(part, name) for part in parts] for name in ("basis", "variances"))
+    return WeightSpaceFeatures(side_by_side(basis), side_by_side(variances))
 
 
 def _times(left: WeightSpaceFeatures, right: WeightSpaceFeatures) -> WeightSpaceFeatures:
