@@ -71,8 +71,8 @@ class RadialFarField(RadialTiles):
             return super().scale_products(rhs)
 
         def weighted(column: Tensor, batch: Batch) -> Tensor:
-            by_node = column[batch.part.points]
-            differences = by_node[batch.left].unsqueeze(-1) - by_node[batch.right].unsqueeze(-2)
+            left, right = (column[batch.part.points.index_select(0, nodes)] for nodes in (batch.left, batch.right))
+            differences = left.unsqueeze(-1) - right.unsqueeze(-2)
             return self.values_and_derivatives(batch)[1] * differences.square_()
 
         parts = [self.product(_ALL, _ALL, rhs, partial(weighted, column)) for column in self.x1.unbind(-1)]
