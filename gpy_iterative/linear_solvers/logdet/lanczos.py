@@ -265,7 +265,11 @@ class LogDeterminantQuadrature:
         before, self._judged = self._judged, upper if self._floor is None else samples
         error = (upper - lower).mean(-1).abs() / BRACKET_PARTS
         # The bounds' distance is too optimistic in hard systems.
-        change = torch.full_like(error, torch.inf) if before is None else (self._judged - before).mean(-1).abs()
+        if before is None:
+            is_exhausted = (self._beta == 0).all(-1)
+            change = torch.where(is_exhausted, torch.zeros_like(error), torch.inf)
+        else:
+            change = (self._judged - before).mean(-1).abs()
         # The deviation of so few samples is often too small.
         variance = 2 * (squares.mean(-1) - samples.mean(-1).square() / self._num_signs).clamp_min(0)
         sem = (variance / samples.shape[-1]).sqrt()

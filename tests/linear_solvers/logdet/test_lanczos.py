@@ -310,3 +310,12 @@ def test_rounding_in_float32_does_not_run_wild() -> None:
     estimate = stochastic_logdet(operator, probes, preconditioner)
     assert estimate.sem < 250  # of -264; logarithms of negative Ritz values, cut off at zero, give -4000
     assert (estimate.mean - torch.logdet(dense)).abs() < 2 * estimate.sem
+
+
+def test_one_row_is_exact() -> None:
+    operator = NoisyLinearOperator(DenseLinearOperator(torch.tensor([[2.0]]).double()), torch.tensor([0.5]).double())
+    preconditioner = PivotedCholesky(rank=1).build(operator)
+    probes, _ = preconditioner.sample(torch.ones(1, 2).double(), torch.tensor([[1.0, -1.0]]).double())
+    estimate = stochastic_logdet(operator, probes, preconditioner)
+    torch.testing.assert_close(estimate.mean, torch.tensor(2.5).double().log())
+    assert estimate.sem < 1e-6
