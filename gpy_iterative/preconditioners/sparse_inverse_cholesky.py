@@ -119,12 +119,17 @@ def _independent_ranges(last: np.ndarray) -> Iterator[tuple[int, int]]:
 
 def _weighted_sums(index: Tensor, starts: Tensor, weights: Tensor, vectors: Tensor) -> Tensor:
     """Row i is the sum of weights_e vectors[index_e] for starts_i <= e < starts_{i+1}."""
-    vectors, rows, device = vectors.contiguous(), range(len(starts) - 1), vectors.device
+    vectors, rows = vectors.contiguous(), range(len(starts) - 1)
+    if vectors.device.type != "cpu":  # reading starts would wait for it
+        return _bags(index, starts, weights, vectors)
 
     def part(share: Sequence[int]) -> Tensor:
         first, offsets = int(starts[share[0]]), starts[share[0] : share[-1] + 2]
-        own = slice(first, int(offsets[-1]))
-        options = {"per_sample_weights": weights[own], "mode": "sum", "include_last_offset": True}
-        return embedding_bag(index[own], vectors, offsets - first, **options)
+        entries = slice(first, int(offsets[-1]))
+        return _bags(index[entries], offsets - first, weights[entries], vectors)
 
-    return torch.cat(run([partial(part, share) for share in shares(rows, device)], device))
+    return torch.cat(run([partial(part, share) for share in shares(rows)]))
+
+
+def _bags(index: Tensor, starts: Tensor, weights: Tensor, vectors: Tensor) -> Tensor:
+    return embedding_bag(index, vectors, starts, per_sample_weights=weights, mode="sum", include_last_offset=True)
