@@ -132,8 +132,6 @@ class LogDeterminant:
     is_indefinite: bool = False
 
 
-@torch.no_grad()
-@divided()
 def stochastic_logdet(
     operator: LinearOperator,
     probes: Tensor,
@@ -178,6 +176,8 @@ class LogDeterminantQuadrature:
 
     wanted: Tensor | None
 
+    @torch.no_grad()
+    @divided()
     def __init__(
         self,
         operator: LinearOperator,
@@ -209,6 +209,8 @@ class LogDeterminantQuadrature:
         self._squared_norm = (probes * self.wanted).sum(-2).clamp_min(0)
         self._beta, self._previous = self._squared_norm.sqrt(), torch.zeros_like(probes)
 
+    @torch.no_grad()
+    @divided()
     def finished(self) -> LogDeterminant:
         """The estimate, after products of its own where these are missing."""
         while self._end is None:
