@@ -26,7 +26,7 @@ from gpy_iterative.exact.probes import (
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.linear_operators.radial.functions import MATERN32
-from gpy_iterative.preconditioners import Vecchia
+from gpy_iterative.preconditioners import LowRankPlusVecchia, Vecchia
 from gpy_iterative.solvers import Cholesky
 from gpy_iterative.training.surrogate import surrogate
 
@@ -42,6 +42,7 @@ DISTRIBUTIONS = {
     "pivoted Cholesky 100": partial(Preconditioned, rank=100, correct_diagonal=False),
     "pivoted Cholesky 100, diagonal corrected": partial(Preconditioned, rank=100),
     "Vecchia 30": partial(Whitened, recipe=Vecchia(30)),
+    "low rank plus Vecchia": partial(Whitened, recipe=LowRankPlusVecchia()),
 }
 #: The log-parameters of the table; lengthscales of the first two inputs stand for all.
 ENTRIES = ("lengthscale 1", "lengthscale 2", "outputscale", "noise scale")

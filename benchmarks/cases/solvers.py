@@ -10,7 +10,7 @@ from benchmarks.datasets import load
 from benchmarks.runner import Outcome
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN32
-from gpy_iterative.preconditioners import Nystrom, PivotedCholesky, RandomlyPivotedCholesky, Vecchia
+from gpy_iterative.preconditioners import LowRankPlusVecchia, Nystrom, PivotedCholesky, RandomlyPivotedCholesky, Vecchia
 from gpy_iterative.solvers import (
     AcceleratedSketchAndProject,
     AlternatingProjections,
@@ -64,6 +64,7 @@ def _solvers(tolerance: float, max_epochs: float, block_size: int) -> dict[str, 
         "Vecchia(10)": Vecchia(10),
         "Vecchia(30)": Vecchia(30),
         "Vecchia(30), maximin": Vecchia(30, ordering="maximin"),
+        "LowRankPlusVecchia()": LowRankPlusVecchia(),
     }
     solvers: dict[str, IterativeSolver] = {
         f"CG, {name}": ConjugateGradients(preconditioner=recipe, **common) for name, recipe in recipes.items()

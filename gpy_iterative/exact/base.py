@@ -267,7 +267,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         )
         run = run.for_system(operator)
         drawn = run.parts.get("logdet")
-        if drawn is not None and ("order" in drawn) != isinstance(logdet_distribution, Whitened):
+        if drawn is not None and not logdet_distribution.has_drawn(drawn):
             run = run.having(probes=None, logdet=None, quadrature=None, warm_start=None)  # the solver needs other draws
         parts, generator = run.parts, run.generator()
         terms = system.terms() if self.probes.needs_terms else None
@@ -282,12 +282,14 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         with divided(), reporting_solve(self.progress) as callback:
             if logdet_draws is None:
                 logdet_draws = logdet_distribution.draw(operator, None, generator, others=draws)
+            logdet_probes = logdet_distribution.probes(operator, None, dict(logdet_draws), others=probes)
             estimate, solutions, positions = stochastic_estimate(
                 operator,
                 residual,
                 probes,
-                logdet_distribution.probes(operator, None, dict(logdet_draws), others=probes),
+                logdet_probes,
                 solver,
+                preconditioner=logdet_probes.covariance if isinstance(logdet_distribution, Whitened) else None,
                 tolerances=(solver.tolerance, probe_tolerance),
                 initial_guess=before.get("guess", before["latest"]) if before and self.warm_start else None,
                 positions=None if learned is None else BracketPositions(**learned),

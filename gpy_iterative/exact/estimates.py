@@ -27,7 +27,6 @@ from gpy_iterative.linear_solvers.logdet.lanczos import (
 )
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
-from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Part
 from gpy_iterative.training.surrogate import surrogate
@@ -116,6 +115,7 @@ def stochastic_estimate(
     logdet_probes: Probes,
     solver: Solver,
     *,
+    preconditioner: Preconditioner | None,
     tolerances: tuple[float, float],
     initial_guess: Tensor | None,
     positions: BracketPositions | None,
@@ -124,7 +124,8 @@ def stochastic_estimate(
 ) -> tuple[DensityEstimate, Tensor, BracketPositions]:
     """The estimate, its solutions [*b, n, 1 + s], and the next positions of the quadrature.
 
-    `probes` are for the gradient, `logdet_probes` for the value, `tolerances` for target and probes.
+    `probes` are for the gradient, `logdet_probes` for the value, `preconditioner` for the solver (None: its own),
+    `tolerances` for target and probes.
     """
     # The value must not cost more products than the gradient.
     budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
@@ -138,13 +139,12 @@ def stochastic_estimate(
     num_probes = probes.vectors.shape[-1]
     groups = (ColumnGroup("targets", 1, tolerances[0]), ColumnGroup("probes", num_probes, tolerances[1]))
     rhs = torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1)
-    covariance = logdet_probes.covariance  # a Vecchia factor is the solver's, see `suited_to`
     solution = solver.solve(
         SharedProducts.of(operator, quadrature),
         rhs,
         groups=groups,
-        preconditioner=covariance if isinstance(covariance, SparseInverseCholesky) else None,
-        norm=covariance,
+        preconditioner=preconditioner,
+        norm=logdet_probes.covariance,
         initial_guess=initial_guess,
         generator=generator,
         callback=callback,

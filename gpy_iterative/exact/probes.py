@@ -23,10 +23,14 @@ from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
+from gpy_iterative.preconditioners.low_rank_plus_vecchia import (
+    LowRankPlusVecchia,
+    LowRankPlusVecchiaFactor,
+    has_neighbours,
+)
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky, PivotedCholeskyFactor
-from gpy_iterative.preconditioners.preconditioner import Preconditioner
+from gpy_iterative.preconditioners.preconditioner import SampledPreconditioner
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
-from gpy_iterative.preconditioners.suited import LowRankOrVecchia
 from gpy_iterative.preconditioners.vecchia import Vecchia
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.features import RandomFourierFeatures
@@ -47,12 +51,12 @@ class Probes:
 
     vectors: Tensor
     dual: Tensor | None
-    covariance: Preconditioner | None = None
+    covariance: SampledPreconditioner | None = None
 
 
 def probe_jitter(*probes: Probes) -> float | None:
     factors = (each.covariance for each in probes)
-    kinds = PivotedCholeskyFactor, SparseInverseCholesky
+    kinds = PivotedCholeskyFactor, SparseInverseCholesky, LowRankPlusVecchiaFactor
     jitter = max((float(factor.jitter.max()) for factor in factors if isinstance(factor, kinds)), default=0.0)
     return jitter or None
 
@@ -68,6 +72,10 @@ class ProbeDistribution(ABC):
 
     def __post_init__(self) -> None:
         check_count("num_probes", self.num_probes)
+
+    def has_drawn(self, draws: Draws) -> bool:
+        """Whether these may be draws of it, and not of the one for another solver."""
+        return "order" not in draws
 
     @abstractmethod
     def draw(
@@ -129,8 +137,7 @@ class Preconditioned(ProbeDistribution):
         factor = self._factor_recipe.build(operator, correct_diagonal=self.correct_diagonal, generator=generator)
         return {
             "pivots": factor.pivots,
-            "factor_base": random_signs(operator, factor.rank, self.num_probes, generator),
-            "diagonal_base": random_signs(operator, operator.shape[-1], self.num_probes, generator),
+            "base": random_signs(operator, factor.num_signs, self.num_probes, generator),
         }
 
     @divided()
@@ -142,7 +149,7 @@ class Preconditioned(ProbeDistribution):
             correct_diagonal=self.correct_diagonal,
             known=known if isinstance(known, PivotedCholeskyFactor) else None,
         )
-        return Probes(*factor.sample(draws["factor_base"], draws["diagonal_base"]), factor)
+        return Probes(*factor.sample(draws["base"]), factor)
 
     @cached_property
     def _factor_recipe(self) -> PivotedCholesky:
@@ -151,36 +158,42 @@ class Preconditioned(ProbeDistribution):
 
 @dataclass(frozen=True, kw_only=True)
 class Whitened(ProbeDistribution):
-    """S = (B^T B)^-1 of Vecchia's approximation H^-1 ~ B^T B. Signs z give xi = B^-1 z and S^-1 xi = B^T z.
+    """S of the solver's preconditioner: one factor serves both. Pivots and order of elimination are frozen."""
 
-    The order of elimination is frozen.
-    """
-
-    recipe: Vecchia
+    recipe: Vecchia | LowRankPlusVecchia
     residual_of_one: ClassVar[float | None] = 0.12
+
+    def has_drawn(self, draws: Draws) -> bool:
+        """See `ProbeDistribution.has_drawn`."""
+        return "order" in draws and (isinstance(self.recipe, LowRankPlusVecchia) or "pivots" not in draws)
 
     @divided()
     def draw(
         self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
-        order = (others or {}).get("order")
-        order = self.recipe.order(operator, generator) if order is None else order
-        return {"order": order, "base": random_signs(operator, operator.shape[-1], self.num_probes, generator)}
+        is_known = others is not None and self.has_drawn(others)
+        choices = _choices(others) if is_known else self.recipe.choices(operator, generator)
+        count = sum(map(len, choices.values()))
+        return {**choices, "base": random_signs(operator, count, self.num_probes, generator)}
 
     @divided()
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
-        factor = others.covariance if others is not None else None
-        if not (isinstance(factor, SparseInverseCholesky) and torch.equal(factor.order, draws["order"])):
-            factor = self.recipe.build(operator, order=draws["order"])
+        factor, choices = others.covariance if others is not None else None, _choices(draws)
+        kinds = SparseInverseCholesky | PivotedCholeskyFactor | LowRankPlusVecchiaFactor
+        if not (isinstance(factor, kinds) and factor.has(choices)):
+            factor = self.recipe.build(operator, choices=choices)
         return Probes(*factor.sample(draws["base"]), factor)
 
 
+def _choices(draws: Draws) -> Draws:
+    return {name: draws[name] for name in ("pivots", "order") if name in draws}
+
+
 def suited_to(distribution: ProbeDistribution, solver: Solver, operator: LinearOperator) -> ProbeDistribution:
-    """`Whitened` for `Preconditioned` where the solver uses `Vecchia`: one factor serves both."""
+    """`Whitened` for `Preconditioned` where the solver's preconditioner looks at neighbours."""
     recipe = solver.preconditioner if isinstance(solver, ConjugateGradients) else None
-    if isinstance(recipe, LowRankOrVecchia):
-        recipe = recipe.for_far_field(operator)
-    if isinstance(distribution, Preconditioned) and isinstance(recipe, Vecchia):
+    is_local = isinstance(recipe, Vecchia) or (isinstance(recipe, LowRankPlusVecchia) and has_neighbours(operator))
+    if isinstance(distribution, Preconditioned) and is_local:
         return Whitened(num_probes=distribution.num_probes, recipe=recipe)
     return distribution
 
@@ -233,7 +246,7 @@ class RandomFeatures(ProbeDistribution):
         features = RandomFourierFeatures(self.num_frequencies).features(terms, draws_under("features", draws)).to(noise)
         shape = torch.broadcast_shapes(noise.shape, features.shape[:-1])  # a batch of targets may meet one prior
         covariance = LowRankPlusDiagonal(features.expand(*shape, features.shape[-1]), noise.expand(shape))
-        return Probes(*covariance.sample(draws["weights"], draws["noise_base"]), covariance)
+        return Probes(*covariance.sample(torch.cat([draws["weights"], draws["noise_base"]], dim=-2)), covariance)
 
     def prior_sample(self, terms: Sequence[KernelTerm], draws: Draws) -> Tensor:
         """Phi(x) w [*b, t, s], differentiable in the terms' inputs."""

@@ -178,9 +178,8 @@ def _likelihood_terms(likelihood: PointwiseLikelihood, f: Tensor, image: Tensor,
 
 
 def _probes(system: WhitenedSystem, count: int, generator: torch.Generator) -> Probes:
-    sizes = system.preconditioner.rank, system.operator.shape[-1]
-    base = (random_signs(system.operator, rows, count, generator) for rows in sizes)
-    return Probes(*system.preconditioner.sample(*base), system.preconditioner)
+    base = random_signs(system.operator, system.preconditioner.num_signs, count, generator)
+    return Probes(*system.preconditioner.sample(base), system.preconditioner)
 
 
 def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance: Tensor) -> Tensor:

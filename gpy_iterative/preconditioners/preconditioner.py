@@ -36,6 +36,19 @@ class Preconditioner(ABC):
         """One member of a batch."""
 
 
+class SampledPreconditioner(Preconditioner):
+    """One of which samples are known, so that it may be the covariance of probes."""
+
+    @property
+    @abstractmethod
+    def num_signs(self) -> int:
+        """Rows of `sample`'s base."""
+
+    @abstractmethod
+    def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:
+        """Xi of covariance S, for white `base` [*b, num_signs, s], and its dual S^-1 xi, [*b, n, s]."""
+
+
 class PreconditionerRecipe(ABC):
     """Options of a preconditioner; ValueError for an option outside its range."""
 

@@ -1,7 +1,7 @@
 """Sparse inverse Cholesky factor."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Self
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from gpy_iterative.preconditioners.preconditioner import Preconditioner
+from gpy_iterative.preconditioners.preconditioner import SampledPreconditioner
 from gpy_iterative.worker_threads import CPU, run, shares
 
 #: Indices up to this have 32 bits.
 LARGEST = 2**31 - 1
 
 
-class SparseInverseCholesky(Preconditioner):
+class SparseInverseCholesky(SampledPreconditioner):
     """S = (B^T B)^-1 with a sparse B, lower triangular in the order of elimination.
 
     A solve costs 2 n (m + 1) s multiply-adds. Memory: B and its transpose.
@@ -60,6 +60,10 @@ class SparseInverseCholesky(Preconditioner):
             raise IndexError("A sparse inverse Cholesky factor is of one system, not of a batch.")
         return self
 
+    def has(self, choices: Mapping[str, Tensor]) -> bool:
+        """Whether it has this order of elimination, and no pivots are asked."""
+        return "pivots" not in choices and torch.equal(self.order, choices["order"])
+
     def to(self, dtype: torch.dtype) -> Self:
         converted = copy.copy(self)
         for name in ("weights", "diagonal", "_transposed_weights"):
@@ -68,7 +72,7 @@ class SparseInverseCholesky(Preconditioner):
 
     def solve(self, rhs: Tensor) -> Tensor:
         """B^T B rhs for [n, s]."""
-        return self._unwhitened(self.whiten(rhs))
+        return self.transposed(self.whiten(rhs))
 
     def whiten(self, rhs: Tensor) -> Tensor:
         """B rhs for [n, s], in the order of elimination."""
@@ -79,16 +83,25 @@ class SparseInverseCholesky(Preconditioner):
     def logdet(self) -> Tensor:
         return (-2 * self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
+    @property
+    def num_signs(self) -> int:
+        """See `SampledPreconditioner.num_signs`."""
+        return len(self.order)
+
     def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:
-        """Xi = B^-1 e of covariance S, for white e [n, s], and its dual S^-1 xi = B^T e."""
+        """See `SampledPreconditioner.sample`: B^-1 e and B^T e for white e [n, s]."""
+        return self.unwhiten(base), self.transposed(base)
+
+    def unwhiten(self, base: Tensor) -> Tensor:
+        """B^-1 base for [n, s] in the order of elimination."""
         result = torch.zeros_like(base)
         for rows in self._levels:
             known = embedding_bag(self.neighbours[rows], result, per_sample_weights=self.weights[rows], mode="sum")
             result[rows] = (base[rows] - known).div_(self.diagonal[rows].unsqueeze(-1))
-        return result[self._rank], self._unwhitened(base)
+        return result[self._rank]
 
-    def _unwhitened(self, base: Tensor) -> Tensor:
-        """B^T base."""
+    def transposed(self, base: Tensor) -> Tensor:
+        """B^T base for [n, s] in the order of elimination."""
         beside = _weighted_sums(self._transposed_rows, self._transposed_starts, self._transposed_weights, base)
         return beside.addcmul_(self.diagonal.unsqueeze(-1), base)[self._rank]
 

@@ -3,6 +3,7 @@
 Vecchia 1988; Schaefer et al. 2021 (arXiv 2004.14455: best factor of its sparsity); Gyger et al. 2024 (arXiv 2405.14492).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -22,7 +23,7 @@ from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseC
 from gpy_iterative.worker_threads import ByDevice, run
 
 #: Entries of blocks factored at a time.
-ENTRIES = ByDevice(cpu=2**20, accelerator=2**24)
+ENTRIES = ByDevice(cpu=2**16, accelerator=2**24)
 #: Least jitter of an indefinite block, relative to its largest variance.
 LEAST_JITTER = 1e-10
 
@@ -45,29 +46,33 @@ class Vecchia(PreconditionerRecipe):
             raise ValueError(f"ordering must be 'random' or 'maximin', got {self.ordering!r}.")
 
     @torch.no_grad()
-    def order(self, operator: LinearOperator, generator: torch.Generator | None = None) -> Tensor:
-        """Order of elimination [n]."""
+    def choices(self, operator: LinearOperator, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """The order of elimination [n]."""
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         points = _points(operator)
         found = random_order(len(points), generator) if self.ordering == "random" else maximin_order(points, generator)
-        return found.to(operator.device)
+        return {"order": found.to(operator.device)}
 
     @torch.no_grad()
     def build(
-        self, operator: LinearOperator, *, generator: torch.Generator | None = None, order: Tensor | None = None
+        self,
+        operator: LinearOperator,
+        *,
+        generator: torch.Generator | None = None,
+        choices: Mapping[str, Tensor] | None = None,
     ) -> SparseInverseCholesky:
         """See `PreconditionerRecipe.build`.
 
         Cost: n searches for m neighbours, n m^2 kernel entries, n m^3 / 6 multiply-adds.
 
         Args:
-            order: [n] of an earlier factor.
+            choices: of an earlier factor, for one that is smooth in the hyperparameters.
 
         Raises:
             ValueError: the system has no kernel inputs, or is a batch.
         """
         points = _points(operator)
-        order = self.order(operator, generator) if order is None else order
+        order = (self.choices(operator, generator) if choices is None else choices)["order"]
         count = max(min(self.num_neighbours, len(points) - 1), 1)
         neighbours = previous_neighbours(points[order], count).to(order.device)
         weights, diagonal, jitter = _rows(operator, order, neighbours)

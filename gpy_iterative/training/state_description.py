@@ -13,7 +13,7 @@ from torch import Tensor
 from gpy_iterative.worker_threads import CPU
 
 #: Raise it when older states become unreadable.
-FORMAT = 5
+FORMAT = 6
 _NAME = "description"
 TAKE_IT = "Pass what training_state() returned."
 _WITHOUT = "Training can go on without it: model and optimiser have their own state."

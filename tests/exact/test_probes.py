@@ -25,7 +25,15 @@ from gpy_iterative.exact.probes import (
 )
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, kernel_operator, noisy_operator
 from gpy_iterative.linear_operators.prior_parts import kernel_terms
-from gpy_iterative.preconditioners import LowRankPlusDiagonal, RandomlyPivotedCholesky, SparseInverseCholesky, Vecchia
+from gpy_iterative.preconditioners import (
+    LowRankPlusDiagonal,
+    LowRankPlusVecchia,
+    LowRankPlusVecchiaFactor,
+    PivotedCholeskyFactor,
+    RandomlyPivotedCholesky,
+    SparseInverseCholesky,
+    Vecchia,
+)
 from gpy_iterative.solvers import AlternatingProjections, ConjugateGradients
 from tests.exact.gaussian_models import data
 from tests.monte_carlo import assert_mean_within
@@ -39,6 +47,8 @@ DISTRIBUTIONS = {
     "preconditioned, random pivots": lambda s: Preconditioned(num_probes=s, recipe=RandomlyPivotedCholesky(rank=5)),
     "whitened": lambda s: Whitened(num_probes=s, recipe=Vecchia(5)),
     "whitened, maximin": lambda s: Whitened(num_probes=s, recipe=Vecchia(5, ordering="maximin")),
+    "whitened, low rank": lambda s: Whitened(num_probes=s, recipe=LowRankPlusVecchia(20)),
+    "whitened, low rank plus neighbours": lambda s: Whitened(num_probes=s, recipe=LowRankPlusVecchia(2)),
     "features": lambda s: RandomFeatures(num_probes=s, num_frequencies=20),
     "exact prior": lambda s: ExactPrior(num_probes=s),
 }
@@ -112,7 +122,7 @@ def identity_draws(draws: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 #: Names under which distributions keep vectors of identity covariance.
-BASES = ("base", "factor_base", "weights", "diagonal_base", "noise_base")
+BASES = ("base", "weights", "noise_base")
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
@@ -354,7 +364,36 @@ def test_probes_take_the_covariance_of_the_solver_s_vecchia_preconditioner() -> 
         assert suited_to(other, vecchia, operator) is other
 
 
-@pytest.mark.parametrize("name", ["preconditioned", "whitened"])
+def test_probes_take_the_covariance_of_the_default_preconditioner() -> None:
+    operator, *_ = system()
+    plain, solver = Preconditioned(num_probes=3), ConjugateGradients(preconditioner=LowRankPlusVecchia(5))
+    whitened = suited_to(plain, solver, operator)
+    assert whitened == Whitened(num_probes=3, recipe=LowRankPlusVecchia(5))
+    batch = NoisyLinearOperator(operator.kernel.expand(2, N, N), operator.noise.expand(2, N))
+    assert suited_to(plain, solver, batch) is plain  # without neighbours
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("whitened", SparseInverseCholesky),
+        ("whitened, low rank", PivotedCholeskyFactor),
+        ("whitened, low rank plus neighbours", LowRankPlusVecchiaFactor),
+    ],
+)
+def test_draws_of_one_preconditioner_are_none_of_another(name: str, kind: type) -> None:
+    operator, *_ = system()
+    with torch.no_grad():
+        draws = DISTRIBUTIONS[name](2).draw(operator, None, torch.Generator().manual_seed(1))
+        assert isinstance(DISTRIBUTIONS[name](2).probes(operator, None, draws).covariance, kind)
+    assert DISTRIBUTIONS[name](2).has_drawn(draws)
+    assert DISTRIBUTIONS["whitened"](2).has_drawn(draws) == (kind is SparseInverseCholesky)
+    assert not DISTRIBUTIONS["preconditioned"](2).has_drawn(draws)
+
+
+@pytest.mark.parametrize(
+    "name", ["preconditioned", "whitened", "whitened, low rank", "whitened, low rank plus neighbours"]
+)
 def test_one_factor_serves_two_sets_of_probes(name: str) -> None:
     operator, *_ = system()
     distribution = DISTRIBUTIONS[name](3)
@@ -366,7 +405,7 @@ def test_one_factor_serves_two_sets_of_probes(name: str) -> None:
         alone = distribution.probes(operator, None, others)
     assert not torch.allclose(second.vectors, probes.vectors)
     torch.testing.assert_close(second.vectors, alone.vectors)
-    if name == "whitened":
+    if name != "preconditioned":
         assert second.covariance is probes.covariance
 
 

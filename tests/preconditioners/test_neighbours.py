@@ -81,3 +81,12 @@ def test_maximin_spreads_early_points_nearly_as_far_as_the_exact_order(d: int) -
         assert found[part].mean() > exact[part].mean() - 0.6
     # Of a random order, many early points lie close together.
     assert found[:100].amin() > random[:100].amin() + 0.5
+
+
+def test_beyond_eight_inputs_distances_are_those_of_the_principal_components() -> None:
+    """Lengthscales that went to infinity leave inputs without weight, in any rotation."""
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(300, 8, generator=generator, dtype=torch.float64)
+    rotation = torch.linalg.qr(torch.randn(20, 20, generator=generator, dtype=torch.float64)).Q
+    many = points @ rotation[:8] + 1e-9 * torch.randn(300, 20, generator=generator, dtype=torch.float64) + 5.0
+    assert torch.equal(previous_neighbours(many, 7), previous_neighbours(points, 7))

@@ -54,9 +54,7 @@ def test_samples_have_the_covariance() -> None:
         torch.randn(5, 2, generator=generator).double(), torch.linspace(0.1, 1.0, 5).double()
     )
     draws = 20_000
-    samples, _ = covariance.sample(
-        torch.randn(2, draws, generator=generator).double(), torch.randn(5, draws, generator=generator).double()
-    )
+    samples, _ = covariance.sample(torch.randn(7, draws, generator=generator).double())
     samples = samples.mT
     products = samples.unsqueeze(-1) * samples.unsqueeze(-2)
     assert_mean_within(products, covariance.matmul(torch.eye(5).double()), max_sem=0.1)
@@ -72,7 +70,7 @@ def test_duals_are_solves_of_samples(noise: float) -> None:
     base = [torch.randn(rows, 3, generator=generator, dtype=torch.float64) for rows in (COLUMNS + 30, 700)]
     dense = factor @ factor.mT + torch.diag_embed(diagonal)
     exact = torch.linalg.solve(dense, factor @ base[0] + diagonal.sqrt().unsqueeze(-1) * base[1])
-    _, dual = covariance.sample(base[0].float(), base[1].float())
+    _, dual = covariance.sample(torch.cat(base).float())
     assert (dual.double() - exact).norm() < 1e-4 * exact.norm()
 
 
@@ -83,8 +81,7 @@ def test_an_inner_matrix_that_is_off_leaves_the_duals_unbiased() -> None:
     )
     covariance._cholesky *= 1.3
     # Both are linear in the base vectors, whose covariance is the identity.
-    vectors = torch.eye(9).double().split([3, 6])
-    samples, duals = covariance.sample(*vectors)
+    samples, duals = covariance.sample(torch.eye(9).double())
     mean = samples @ duals.mT
     torch.testing.assert_close(mean, torch.eye(6).double())
     assert not torch.allclose(covariance.solve(covariance.matmul(mean)), mean, atol=0.1)

@@ -161,7 +161,7 @@ def test_one_seed_one_factor(ordering: str, threads: int) -> None:
 
 def test_a_given_order_stays() -> None:
     first = Vecchia(9).build(field(plane(200)), generator=torch.Generator().manual_seed(3))
-    moved = Vecchia(9).build(field(plane(200), lengthscale=0.5001), order=first.order)
+    moved = Vecchia(9).build(field(plane(200), lengthscale=0.5001), choices={"order": first.order})
     assert torch.equal(moved.order, first.order)
     rhs = torch.cos(torch.arange(200.0).double()).unsqueeze(-1)
     samples = [factor.sample(rhs)[0] for factor in (moved, first)]

@@ -16,4 +16,8 @@ def watched(matrix: Tensor) -> tuple[NoisyLinearOperator, list[tuple[int, ...]]]
             formed.append(tuple(self.shape))
             return super().to_dense()
 
+        def dense_rows(self, rows: Tensor) -> Tensor:
+            formed.append((len(rows), self.shape[-1]))
+            return self.tensor[rows]
+
     return NoisyLinearOperator(Watching(matrix), torch.ones(len(matrix)).to(matrix)), formed

@@ -60,8 +60,7 @@ def inject(mll: gpytorch.mlls.MarginalLogLikelihood, case: Case, stops: tuple[in
     mll(case.model(case.x), case.y)
     state, n = mll.training_state(), len(case.y)
     count = n + RANK
-    base = count**0.5 * torch.eye(count, dtype=case.y.dtype)
-    state["series.probes.factor_base"], state["series.probes.diagonal_base"] = base[:RANK], base[RANK:]
+    state["series.probes.base"] = count**0.5 * torch.eye(count, dtype=case.y.dtype)
     state["series.target_stops"] = torch.tensor(stops)
     state["series.probe_stops"] = torch.full((count,), probe_stop)
     mll.load_training_state(state)

@@ -197,7 +197,7 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
 
     (L L^T + D)^-1 k_x lies in it. D takes the mean of the rest, which is zero at pivots.
     """
-    factor = RandomlyPivotedCholesky(rank=rank).low_rank(operator)
+    factor, _, _ = RandomlyPivotedCholesky(rank=rank).low_rank(operator)
     _, diagonal, noise = kernel_and_noise(operator)
     if noise is not None:
         rest = (diagonal - torch.linalg.vector_norm(factor, dim=-1).square()).mean(-1, keepdim=True).clamp_min(0)

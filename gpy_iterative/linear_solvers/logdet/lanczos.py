@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import is_negative
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, NystromFactor
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
-from gpy_iterative.preconditioners.preconditioner import Preconditioner
+from gpy_iterative.preconditioners.preconditioner import Preconditioner, SampledPreconditioner
 from gpy_iterative.worker_threads import divided
 
 #: Upper (Gauss) and lower (Gauss-Radau) bounds on u^T log(M) u [*b, s].
@@ -199,8 +199,8 @@ class LogDeterminantQuadrature:
         ):
             self._floor = (operator.noise / preconditioner.diagonal).amin(-1)
         self._num_signs = self._size
-        if isinstance(preconditioner, LowRankPlusDiagonal):
-            self._num_signs += preconditioner.rank
+        if isinstance(preconditioner, SampledPreconditioner):
+            self._num_signs = preconditioner.num_signs
         self._bounds: list[Bounds] = []
         self._diagonals: list[Tensor] = []
         self._offdiagonals: list[Tensor] = []

@@ -36,7 +36,7 @@ def counting_system(*batch: int) -> tuple[NoisyLinearOperator, LowRankPlusDiagon
     generator = torch.Generator().manual_seed(0)
     shape = (*batch, factor.rank + len(system().noise), 4)
     signs = 2.0 * torch.randint(0, 2, shape, generator=generator).double() - 1
-    return operator, factor, factor.sample(signs[..., : factor.rank, :], signs[..., factor.rank :, :])[0]
+    return operator, factor, factor.sample(signs)[0]
 
 
 def both(

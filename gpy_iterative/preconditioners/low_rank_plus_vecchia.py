@@ -1,0 +1,169 @@
+"""A low rank for what is global, and Vecchia's approximation for the rest.
+
+Sang and Huang 2012, "A full scale approximation of covariance functions"; Gyger, Furrer and Sigrist 2025 (arXiv 2507.05064,
+"Vecchia-inducing-points full-scale approximations").
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from linear_operator import LinearOperator
+from linear_operator.operators import ConstantMulLinearOperator, RootLinearOperator, SumLinearOperator
+from torch import Tensor
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, kernel_inputs
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.radial.functions import RBF
+from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, kernel_and_noise
+from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor, RandomlyPivotedCholesky
+from gpy_iterative.preconditioners.preconditioner import (
+    PreconditionerRecipe,
+    SampledPreconditioner,
+)
+from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
+from gpy_iterative.preconditioners.vecchia import Vecchia
+
+#: Rows for a column of the low rank, and most columns.
+ROWS_PER_COLUMN, MAX_RANK = 16, 500
+#: Largest eigenvalue of the rest over the noise up to which the low rank is enough: conjugate gradients take about twice
+#: its root in iterations.
+LARGEST_LEFT = 10.0
+
+
+class LowRankPlusVecchiaFactor(SampledPreconditioner):
+    """S = L L^T + (B^T B)^-1 = B^-1 (I + W W^T) B^-T with W = B L.
+
+    Cost in multiply-adds: n k (k / 2 + m) for construction, 2 n (k + m) s for a solve.
+
+    Args:
+        low_rank: L [n, k]; its diagonal is not used.
+        local: B, with m entries beside the diagonal in a row.
+    """
+
+    def __init__(self, low_rank: PivotedCholeskyFactor, local: SparseInverseCholesky) -> None:
+        self.pivots, self.local = low_rank.pivots, local
+        self._whitened = LowRankPlusDiagonal(local.whiten(low_rank.factor), torch.ones_like(local.diagonal))
+        self.build_epochs = local.build_epochs + low_rank.build_epochs
+        self.jitter = low_rank.jitter.maximum(local.jitter.to(low_rank.jitter))
+
+    @property
+    def smallest(self) -> Tensor:
+        """See `Preconditioner.smallest`."""
+        return self.local.smallest
+
+    @property
+    def num_signs(self) -> int:
+        """See `SampledPreconditioner.num_signs`."""
+        return self._whitened.num_signs
+
+    def __getitem__(self, index: int | tuple[int, ...]) -> Self:
+        member = copy.copy(self)
+        member.local = self.local[index]
+        return member
+
+    def has(self, choices: Mapping[str, Tensor]) -> bool:
+        """Whether it has these pivots and this order."""
+        return torch.equal(self.pivots, choices["pivots"]) and torch.equal(self.local.order, choices["order"])
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """See `Preconditioner.to`."""
+        converted = copy.copy(self)
+        converted.local, converted._whitened = self.local.to(dtype), self._whitened.to(dtype)
+        return converted
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """S^-1 rhs for [n, s]."""
+        return self.local.transposed(self._whitened.solve(self.local.whiten(rhs)))
+
+    def logdet(self) -> Tensor:
+        return self._whitened.logdet() + self.local.logdet()
+
+    def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:
+        """See `SampledPreconditioner.sample`."""
+        whitened, dual = self._whitened.sample(base)
+        return self.local.unwhiten(whitened), self.local.transposed(dual)
+
+
+@dataclass(frozen=True)
+class LowRankPlusVecchia(PreconditionerRecipe):
+    """Recipe for L L^T of `RandomlyPivotedCholesky(rank)` plus `Vecchia()` of the rest, H - L L^T.
+
+    Each serves where the other fails: smooth kernels have a low rank, and neighbours screen what it leaves. Where the rest
+    is small, in a batch and without kernel inputs or noise, it is the low rank alone; with a far field Vecchia alone,
+    unless all kernels are RBF or one is periodic or not radial: neighbours then do not screen far points.
+
+    Args:
+        rank: None: n / 16, at most 500.
+    """
+
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            check_count("rank", self.rank)
+
+    @torch.no_grad()
+    def choices(self, operator: LinearOperator, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Pivots [k] and order of elimination [n] of a factor; only those that it has."""
+        found = {}
+        if not _is_local(operator):
+            found["pivots"] = self._low_rank(operator).low_rank(operator, generator=generator)[1]
+        if has_neighbours(operator):
+            found |= Vecchia().choices(operator, generator)
+        return found
+
+    @torch.no_grad()
+    def build(
+        self,
+        operator: LinearOperator,
+        *,
+        generator: torch.Generator | None = None,
+        choices: Mapping[str, Tensor] | None = None,
+    ) -> SampledPreconditioner:
+        """See `PreconditionerRecipe.build`.
+
+        Args:
+            choices: of an earlier factor, for one that is smooth in the hyperparameters.
+        """
+        if _is_local(operator) if choices is None else "pivots" not in choices:
+            return Vecchia().build(operator, generator=generator, choices=choices)
+        pivots = None if choices is None else choices["pivots"]
+        found = self._low_rank(operator).build(operator, pivots, generator=generator)
+        if not has_neighbours(operator) or _largest_left(operator, found) < LARGEST_LEFT:
+            return found
+        factor = found.factor.contiguous()  # rows are read
+        explained = ConstantMulLinearOperator(RootLinearOperator(factor), factor.new_tensor(-1.0))
+        rest = NoisyLinearOperator(SumLinearOperator(operator.kernel, explained), operator.noise)
+        return LowRankPlusVecchiaFactor(found, Vecchia().build(rest, generator=generator, choices=choices))
+
+    def _low_rank(self, operator: LinearOperator) -> RandomlyPivotedCholesky:
+        suited = min(max(operator.shape[-1] // ROWS_PER_COLUMN, 1), MAX_RANK)
+        return RandomlyPivotedCholesky(suited if self.rank is None else self.rank)
+
+
+def _largest_left(operator: NoisyLinearOperator, found: PivotedCholeskyFactor) -> float:
+    """About the largest eigenvalue of K - L L^T over the noise: the trace over k, as if eigenvalues fell like 1 / k^2."""
+    _, diagonal, noise = kernel_and_noise(operator)
+    rest = diagonal.sum() - torch.linalg.vector_norm(found.factor).square()
+    return float(rest / noise.mean()) / max(found.rank, 1)
+
+
+def has_neighbours(operator: LinearOperator) -> bool:
+    """Whether Vecchia's approximation can serve."""
+    is_single = isinstance(operator, NoisyLinearOperator) and not operator.batch_shape
+    return is_single and kernel_inputs(operator) is not None
+
+
+def _is_local(operator: LinearOperator) -> bool:
+    """Whether Vecchia alone is best."""
+    if not has_neighbours(operator) or far_field_error(operator) is None:
+        return False
+    kernels = [part for part in all_parts(operator) if isinstance(part, TiledLinearOperator)]
+    functions = [part.function for part in kernels if isinstance(part, RadialKernelLinearOperator) and not part.angles]
+    return len(functions) == len(kernels) and any(function != RBF for function in functions)
