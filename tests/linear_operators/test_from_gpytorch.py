@@ -178,10 +178,10 @@ def test_caches_are_shared_by_the_steps_of_a_run_and_share_a_budget() -> None:
         operator = kernel_operator(kernel(x), budget, caches)
         with torch.no_grad():
             torch.testing.assert_close(operator._matmul(rhs), kernel(x).to_dense() @ rhs)
-        assert caches.num_bytes == budget.cache_memory
+        assert caches.pool.num_bytes() == budget.cache_memory
         kernel.kernels[0].lengthscale = 0.4
     caches.clear()
-    assert caches.num_bytes == 0
+    assert caches.pool.num_bytes() == 0
 
 
 def test_compositions_of_lazy_kernels_stay_free_of_their_matrices() -> None:

@@ -221,7 +221,7 @@ def test_one_twin_serves_until_its_tensors_change() -> None:
     operator.x1.mul_(1.1)
     assert twin(operator).x1 is not first.x1
     torch.testing.assert_close(twin(operator).x1.double(), operator.x1, atol=1e-6, rtol=0)
-    assert twin(pickle.loads(pickle.dumps(operator))).cache.num_bytes == 0
+    assert twin(pickle.loads(pickle.dumps(operator))).cache.pool.num_bytes() == 0
 
 
 def kept(precision: str, cache_memory: int) -> int:
@@ -231,7 +231,7 @@ def kept(precision: str, cache_memory: int) -> int:
     with torch.no_grad():
         lowered._matmul(torch.ones(N, 1, dtype=lowered.dtype))
     tiles = lowered.tiles()
-    assert 0 < operator.cache.num_bytes <= cache_memory  # the twin's memory is counted where the budget is
+    assert 0 < operator.cache.pool.num_bytes() <= cache_memory  # the twin's memory is counted where the budget is
     return sum(tile.shape.numel() for tile in tiles.visits() if tile.key in lowered.cache.tiles)
 
 
@@ -298,7 +298,7 @@ def test_twins_of_several_kernels_displace_each_others_native_tiles() -> None:
     first._matmul(torch.ones(N, 1).double())
     for operator in (first, second):
         twin(operator)._matmul(torch.ones(N, 1))
-        assert caches.num_bytes <= 12 * ENTRIES
+        assert caches.pool.num_bytes() <= 12 * ENTRIES
     assert held(first)[1] == held(second)[1] == 4 * ENTRIES
 
 

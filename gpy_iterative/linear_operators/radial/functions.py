@@ -48,7 +48,7 @@ def _one_plus_r(exponents: Tensor, exponential: Tensor, out: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RadialFunction(ABC):
-    """A function f of `u = scale * q`; only the rational quadratic has an `alpha`."""
+    """A function f of `u = scale(alpha) * q`; only the rational quadratic has an `alpha`."""
 
     name: str
 
@@ -63,9 +63,12 @@ class RadialFunction(ABC):
 
     keops: ClassVar[KeOpsFormulas | None] = None
 
+    #: u over q, times any alpha.
+    factor: ClassVar[float] = 1.0
+
     def scale(self, alpha: Tensor | None) -> float | Tensor:
         """[] or [*b, 1, 1]."""
-        return 1.0
+        return self.factor if alpha is None else self.factor / alpha.unsqueeze(-1)
 
     def clamp_(self, u: Tensor) -> Tensor:
         return u.clamp_(0, self.largest)
@@ -99,12 +102,10 @@ def _safe_sqrt(u: Tensor) -> Tensor:
 class _Gaussian(RadialFunction):
     """exp(-q/2)."""
 
+    factor = 0.5
     largest = FARTHEST
     derivative_factor = -0.5
     keops = KeOpsFormulas("Exp(-{u})", "RatCst(-1,2) * Exp(-{u})")
-
-    def scale(self, alpha: Tensor | None) -> float:
-        return 0.5
 
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         return _decay(u)
@@ -163,11 +164,9 @@ class _Matern12(_Matern):
 class _Matern32(_Matern):
     """(1 + r) exp(-r), r = sqrt(3 q)."""
 
+    factor = 3.0
     derivative_factor = -1.5
     keops = KeOpsFormulas("(IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))", "RatCst(-3,2) * Exp(-Sqrt({u}))")
-
-    def scale(self, alpha: Tensor | None) -> float:
-        return 3.0
 
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         r = _safe_sqrt(u)
@@ -186,15 +185,13 @@ class _Matern32(_Matern):
 class _Matern52(_Matern):
     """(1 + r + r^2/3) exp(-r), r = sqrt(5 q)."""
 
+    factor = 5.0
     derivative_factor = -5 / 6
     keops = KeOpsFormulas(
         "(IntCst(3) + IntCst(3) * Sqrt({u}) + {u}) * Exp(-Sqrt({u}))",
         "RatCst(-5,2) * (IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))",
         multiple=3,
     )
-
-    def scale(self, alpha: Tensor | None) -> float:
-        return 5.0
 
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         r = _safe_sqrt(u)
@@ -233,11 +230,9 @@ def _rational_quadratic_formulas() -> KeOpsFormulas:
 class _RationalQuadratic(RadialFunction):
     """(1 + q / (2 alpha))^-alpha."""
 
+    factor = 0.5
     derivative_factor = -0.5
     keops = _rational_quadratic_formulas()
-
-    def scale(self, alpha: Tensor) -> Tensor:
-        return 0.5 / alpha.unsqueeze(-1)
 
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         return _decay(alpha.unsqueeze(-1) * torch.log1p(u))

@@ -52,15 +52,15 @@ class TileCache:
     """Tiles by row and column. When their tensors change, they are dropped and their memory is reused."""
 
     def __init__(self, pool: _Pool | None = None, *, precedence: Precedence = Precedence.NATIVE) -> None:
-        self._pool, self.precedence = _Pool() if pool is None else pool, precedence
+        self.pool, self.precedence = _Pool() if pool is None else pool, precedence
         self._users = 0  # products in progress
         self._making = threading.RLock()
         self.derivatives = self.low_precision = None
         if precedence is Precedence.NATIVE:
-            self.derivatives = TileCache(self._pool, precedence=Precedence.DERIVATIVE)
-            self.low_precision = TileCache(self._pool, precedence=Precedence.LOW_PRECISION)
+            self.derivatives = TileCache(self.pool, precedence=Precedence.DERIVATIVE)
+            self.low_precision = TileCache(self.pool, precedence=Precedence.LOW_PRECISION)
         self.clear()
-        self._pool.members.append(weakref.ref(self))
+        self.pool.members.append(weakref.ref(self))
 
     def clear(self) -> None:
         self._owner = SeenVersions()
@@ -69,18 +69,16 @@ class TileCache:
         self._spare: dict[SpareKey, list[Tensor]] = {}
         self._in_float32 = WeakTensorKeyDictionary()
         self.own_bytes = 0
-        for cache in self._others():
-            cache.clear()
-
-    def _others(self) -> "list[TileCache]":
-        return [cache for cache in (self.derivatives, self.low_precision) if cache is not None]
+        for cache in (self.derivatives, self.low_precision):
+            if cache is not None:
+                cache.clear()
 
     @contextmanager
     def serving(self, *tensors: Tensor) -> Iterator[None]:
         """Waits while threads use tiles of other tensors, then drops these."""
-        with self._pool.changed:
+        with self.pool.changed:
             while self._users and not self._owner.are(tensors):
-                self._pool.changed.wait()
+                self.pool.changed.wait()
             if not self._users and not self._owner.are(tensors):
                 self._spare_all()
                 if self.derivatives is not None:
@@ -91,9 +89,9 @@ class TileCache:
         try:
             yield
         finally:
-            with self._pool.changed:
+            with self.pool.changed:
                 self._users -= 1
-                self._pool.changed.notify_all()
+                self.pool.changed.notify_all()
 
     def structure(self, make: Callable[[], object]) -> object:
         """The result of one call of `make` for the tensors that are served."""
@@ -111,7 +109,7 @@ class TileCache:
         evaluate_both: Callable[[Any, Tensor, Tensor], object] | None = None,
     ) -> Tensor | None:
         """New entries, which `evaluate` writes, or `evaluate_both` if derivatives are kept, too; None without room."""
-        with self._pool.changed:
+        with self.pool.changed:
             entries = self._memory(tile.shape, like, budget)
         if entries is None:
             return None
@@ -122,11 +120,11 @@ class TileCache:
                 evaluate(tile, entries)
             is_done = True
         finally:
-            with self._pool.changed:
+            with self.pool.changed:
                 kept = self.tiles.setdefault(tile.key, entries) if is_done else None
                 if kept is not entries:  # failed, or another thread was faster
                     self.own_bytes -= entries.nbytes
-                self._pool.changed.notify_all()
+                self.pool.changed.notify_all()
         return kept
 
     def _memory(self, shape: torch.Size, like: Tensor, budget: int) -> Tensor | None:
@@ -145,16 +143,16 @@ class TileCache:
 
         It waits for tiles that other threads evaluate. These ask only for memory of later kinds, so there is no deadlock.
         """
-        if self._pool.num_bytes() + size > budget:
+        if self.pool.num_bytes() + size > budget:
             self._drop_spares(lambda key: True)
-        later = [cache for cache in self._pool.caches() if cache.precedence > self.precedence]
-        if self._pool.num_bytes() + size - sum(cache.own_bytes for cache in later) > budget:
+        later = [cache for cache in self.pool.caches() if cache.precedence > self.precedence]
+        if self.pool.num_bytes() + size - sum(cache.own_bytes for cache in later) > budget:
             return False
         for cache in sorted(later, key=lambda cache: -cache.precedence):
-            while cache.own_bytes and self._pool.num_bytes() + size > budget:
+            while cache.own_bytes and self.pool.num_bytes() + size > budget:
                 if not cache._drop_one():
-                    self._pool.changed.wait()
-        return self._pool.num_bytes() + size <= budget
+                    self.pool.changed.wait()
+        return self.pool.num_bytes() + size <= budget
 
     def _drop_spares(self, is_dropped: Callable[[SpareKey], bool]) -> None:
         for key in [key for key in self._spare if is_dropped(key)]:
@@ -182,10 +180,6 @@ class TileCache:
             known = self._in_float32[tensor] = SeenVersions.of([tensor]), single
         return known[1]
 
-    @property
-    def num_bytes(self) -> int:
-        return self.own_bytes + sum(cache.own_bytes for cache in self._others())
-
     def __reduce__(self) -> tuple[Any, ...]:
         return TileCache, ()  # copies and pickles start empty
 
@@ -199,23 +193,19 @@ class TileCaches:
     """The cache of a kernel, and the caches of its parts by name, under one budget."""
 
     def __init__(self, pool: _Pool | None = None) -> None:
-        self._pool = _Pool() if pool is None else pool
-        self.cache = TileCache(self._pool)
+        self.pool = _Pool() if pool is None else pool
+        self.cache = TileCache(self.pool)
         self._parts: dict[str, TileCaches] = {}
 
     def part(self, name: str) -> "TileCaches":
         """The caches of a part such as "base_kernel"."""
         if name not in self._parts:
-            self._parts[name] = TileCaches(self._pool)
+            self._parts[name] = TileCaches(self.pool)
         return self._parts[name]
 
     def clear(self) -> None:
         for each in (self.cache, *self._parts.values()):
             each.clear()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in (self.cache, *self._parts.values()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TileCaches, ()

@@ -102,11 +102,6 @@ class Tiles(ABC):
             kept = self.cache.evaluate(tile, self._like, self._budget, self.evaluate, both)
         return self.evaluate(tile, self.scratch(tile.shape, 0)) if kept is None else kept
 
-    def at(self, i: int, j: int) -> Tile:
-        rows, columns = self.rows[i], self.columns[j]
-        shape = (*self.shape[:-2], rows.stop - rows.start, columns.stop - columns.start)
-        return Tile((i, j), rows, columns, torch.Size(shape))
-
     def scratch(self, shape: tuple[int, ...], which: int) -> Tensor:
         known, key = self._memory.__dict__, (shape, which)
         if key not in known:
@@ -120,7 +115,13 @@ class Tiles(ABC):
         keys = [(i, j) for i in rows for j in columns]
         if self.symmetric:
             keys = sorted({(i, j) if i <= j else (j, i) for i, j in keys})
-        return [self.at(*key) for key in keys if self.ranks is None or self.ranks.owns(*key)]
+        tiles = []
+        for i, j in keys:
+            if self.ranks is None or self.ranks.owns(i, j):
+                own, other = self.rows[i], self.columns[j]
+                shape = torch.Size((*self.shape[:-2], own.stop - own.start, other.stop - other.start))
+                tiles.append(Tile((i, j), own, other, shape))
+        return tiles
 
     def product(
         self, rows: slice, columns: slice, rhs: Tensor, values: Callable[[Tile], Tensor] | None = None

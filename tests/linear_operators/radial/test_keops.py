@@ -209,7 +209,7 @@ def test_products_store_nothing() -> None:
     operator = operator_of(MATERN32)
     with torch.no_grad():
         operator._matmul(inputs(23, 2).double())
-    assert operator.cache.num_bytes == 0
+    assert operator.cache.pool.num_bytes() == 0
 
 
 def test_no_rows_or_no_columns() -> None:

@@ -73,4 +73,4 @@ def test_a_tile_that_failed_leaves_its_room() -> None:
     assert failed.is_set()
     assert not native.is_alive()
     assert cache.tiles.get((0, 1)) is not None
-    assert cache.num_bytes == budget
+    assert cache.pool.num_bytes() == budget
