@@ -29,6 +29,7 @@ class Loop(ABC):
     """Base of the loops; `history` begins with the rows of a checkpoint."""
 
     method: str
+    steps: int
     preparation = 0.0  # seconds, added to the first row
 
     def __init__(self, mll: MarginalLogLikelihood, history: list[HistoryRow], max_steps: int, reason: str) -> None:
@@ -46,10 +47,6 @@ class Loop(ABC):
 
     def irrelevant(self) -> tuple[str, ...]:
         return ()
-
-    @property
-    @abstractmethod
-    def steps(self) -> int: ...
 
     def run(
         self,
@@ -82,9 +79,6 @@ class Loop(ABC):
                     if not self.history:
                         raise
                     status, is_interrupted = FitStatus.BUDGET, True
-        return self._result(status, is_interrupted)
-
-    def _result(self, status: FitStatus, is_interrupted: bool) -> FitResult:
         return FitResult(
             status=status,
             steps=self.steps,
@@ -105,19 +99,15 @@ class CurvatureLoop(Loop):
         super().__init__(optimiser.mll, history, max_steps, reason)
         self.method = optimiser.method
         self._optimiser = optimiser
-        self._steps, self._has_raised = 0, False
+        self.steps, self._has_raised = 0, False
         self._lefts: list[float] = []
         self._seen: list[bool] = []
         self._best: tuple[float, float, float, Tensor] | None = None  # nats left, value, error, position
         self._last: Step | None = None
         self._assessed: Assessment | None = None
 
-    @property
-    def steps(self) -> int:
-        return self._steps
-
     def advance(self) -> FitStatus | None:
-        is_last = self._steps >= self.max_steps
+        is_last = self.steps >= self.max_steps
         found, is_new = self._assess(is_last=is_last)
         limit = _noise_limit(found)
         is_converged = has_converged(found.left, found.noise) and not found.curvature.is_rough
@@ -140,7 +130,7 @@ class CurvatureLoop(Loop):
         self._last, self._assessed = self._optimiser.step(), None
         if self._last is None:
             return self._ended(found, limit) if is_converged else FitStatus.STAGNATED
-        self._steps += 1
+        self.steps += 1
         return None
 
     def _gains_unseen(self, found: Assessment) -> bool:
@@ -199,7 +189,7 @@ class CurvatureLoop(Loop):
     def _row(self, point: Point, found: Assessment, epochs: float, seconds: float) -> HistoryRow:
         last, (left, noise) = self._last, found.expected()
         return HistoryRow(
-            step=self._steps,
+            step=self.steps,
             value=point.per_datum[0],
             value_sem=point.per_datum[1],
             left_to_gain=left,
@@ -212,7 +202,7 @@ class CurvatureLoop(Loop):
     def state(self) -> dict[str, Any]:
         last = None if self._last is None else astuple(self._last)
         own = {
-            "steps": self._steps,
+            "steps": self.steps,
             "has_raised": self._has_raised,
             "lefts": self._lefts,
             "seen": self._seen,
@@ -222,7 +212,7 @@ class CurvatureLoop(Loop):
         return {**own, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._steps, self._has_raised = state["steps"], state["has_raised"]
+        self.steps, self._has_raised = state["steps"], state["has_raised"]
         self._lefts, self._seen = state["lefts"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]
@@ -260,21 +250,15 @@ class AdamLoop(Loop):
 
     def __init__(self, optimiser: AdamSteps, history: list[HistoryRow], max_steps: int, reason: str) -> None:
         super().__init__(optimiser.mll, history, max_steps, reason)
-        self._optimiser = optimiser
-
-    @property
-    def steps(self) -> int:
-        return len(self.history)
+        self._optimiser, self.steps = optimiser, len(history)
 
     def advance(self) -> FitStatus | None:
         if self.steps >= self.max_steps:
             return FitStatus.BUDGET
         start = time.perf_counter()
         value, sem, length = self._optimiser.step()
-        epochs = getattr(self.mll.report, "epochs", None)
-        self.history.append(
-            HistoryRow(self.steps + 1, value, sem, None, None, length, epochs, time.perf_counter() - start)
-        )
+        epochs, self.steps = getattr(self.mll.report, "epochs", None), self.steps + 1
+        self.history.append(HistoryRow(self.steps, value, sem, None, None, length, epochs, time.perf_counter() - start))
         values = [row.value for row in self.history]
         if not self._optimiser.is_sampled and has_stalled(values, LEFT / self.mll.model.train_targets.numel()):
             if any(each.at_bound for each in self.hyperparameters()):

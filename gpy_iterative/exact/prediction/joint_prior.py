@@ -51,13 +51,11 @@ def joint_prior(
     Without a `batch_shape` in training, batches become one list: training inputs are not repeated.
     """
     train = unexpanded(model.train_inputs or ())
-    inputs = checked_inputs(train, inputs)
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in inputs))
-    inputs = [x.expand(*batch, *x.shape[-2:]) for x in inputs]
-    num_test = inputs[0].shape[-2]
+    inputs = in_one_batch(checked_inputs(train, inputs))
+    batch, num_test = inputs[0].shape[:-2], inputs[0].shape[-2]
     is_list = bool(batch) and not batch_shape
     points = [x.reshape(-1, x.shape[-1]) for x in inputs] if is_list else inputs
-    joint = prior_at(model, [stacked(x, test) for x, test in zip(train, points, strict=True)])
+    joint = prior_at(model, [torch.cat(in_one_batch(pair), dim=-2) for pair in zip(train, points, strict=True)])
 
     outputs = joint.event_shape[1:].numel()
     size = train[0].shape[-2] * outputs
@@ -108,15 +106,15 @@ def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Te
     return columns
 
 
+def in_one_batch(inputs: Sequence[Tensor]) -> list[Tensor]:
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in inputs))
+    return [x.expand(*batch, *x.shape[-2:]) for x in inputs]
+
+
 def graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:
     return torch.set_grad_enabled(
         torch.is_grad_enabled() and any(torch.is_tensor(x) and x.requires_grad for x in inputs)
     )
-
-
-def stacked(train: Tensor, test: Tensor) -> Tensor:
-    batch = torch.broadcast_shapes(train.shape[:-2], test.shape[:-2])
-    return torch.cat([train.expand(*batch, *train.shape[-2:]), test.expand(*batch, *test.shape[-2:])], dim=-2)
 
 
 def covariance_blocks(

@@ -56,7 +56,6 @@ def average_information(
     *,
     generator: torch.Generator,
     initial_guess: Tensor | None = None,
-    tolerance: float = TOLERANCE,
 ) -> Curvature:
     """The average information at a point; `evaluation` has graph and tiles.
 
@@ -77,7 +76,7 @@ def average_information(
         solution = solver.solve(
             evaluation.system.operator,
             rhs,
-            groups=(ColumnGroup("curvature", rhs.shape[-1], tolerance),),
+            groups=(ColumnGroup("curvature", rhs.shape[-1], TOLERANCE),),
             preconditioner=estimate.preconditioner,
             initial_guess=initial_guess.to(rhs) if is_fitting else None,
             generator=generator,

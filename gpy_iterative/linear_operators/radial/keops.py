@@ -101,8 +101,12 @@ def column_blocks(size: int) -> list[tuple[slice, int]]:
 class _Program:
     """A KeOps reduction, compiled by one process at a time: others would load an unfinished library."""
 
-    def __init__(self, formula: str, variables: list[str]) -> None:
+    def __init__(self, formula: str, function: RadialFunction, dimension: int, *vectors: str) -> None:
         require_pykeops()
+        variables = [f"x = Vi({dimension})", f"y = Vj({dimension})", *vectors]
+        if _formulas(function).alpha_derivative is not None:
+            variables.append("alpha = Pm(1)")
+        formula = formula.format(u="SqDist(x,y)")
         self._text = "|".join((formula, *variables))
         self._sum = Genred(formula, variables, reduction_op="Sum", axis=1)
         self._compiled: set[tuple[torch.dtype, torch.device]] = set()
@@ -121,7 +125,7 @@ class _Program:
 
 @keep
 def _kernel_sum(function: RadialFunction, dimension: int, width: int) -> _Program:
-    return _program(f"({_formulas(function).value}) * v", function, dimension, f"v = Vj({width})")
+    return _Program(f"({_formulas(function).value}) * v", function, dimension, f"v = Vj({width})")
 
 
 @keep
@@ -130,7 +134,7 @@ def _derivative_sum(function: RadialFunction, dimension: int, width: int) -> _Pr
     terms = f"Concat(({formulas.derivative}) * (x - y), {formulas.value})"
     if formulas.alpha_derivative is not None:
         terms = f"Concat({terms}, {formulas.alpha_derivative})"
-    return _program(f"(l | r) * {terms}", function, dimension, f"l = Vi({width})", f"r = Vj({width})")
+    return _Program(f"(l | r) * {terms}", function, dimension, f"l = Vi({width})", f"r = Vj({width})")
 
 
 def _formulas(function: RadialFunction) -> KeOpsFormulas:
@@ -139,13 +143,6 @@ def _formulas(function: RadialFunction) -> KeOpsFormulas:
             f"The {function.name} function has no KeOps formula: use KernelProducts(backend='auto'), or set its `keops`."
         )
     return function.keops
-
-
-def _program(formula: str, function: RadialFunction, dimension: int, *vectors: str) -> _Program:
-    variables = [f"x = Vi({dimension})", f"y = Vj({dimension})", *vectors]
-    if _formulas(function).alpha_derivative is not None:
-        variables.append("alpha = Pm(1)")
-    return _Program(formula.format(u="SqDist(x,y)"), variables)
 
 
 def _padded(v: Tensor, width: int) -> Tensor:

@@ -244,7 +244,7 @@ def test_programs_are_compiled_on_one_row_under_a_lock(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(keops_sums, "FileLock", Lock)
     monkeypatch.setattr(keops_sums, "Genred", lambda *_, **__: lambda x, backend: events.append(len(x)))
-    program = keops_sums._Program("formula", [])
+    program = keops_sums._Program("formula", MATERN32, DIMENSION)
     for dtype in (torch.float32, torch.float64):
         for _ in range(2):
             program(torch.zeros(5, 1, dtype=dtype))
@@ -254,7 +254,7 @@ def test_programs_are_compiled_on_one_row_under_a_lock(monkeypatch: pytest.Monke
 def test_sums_are_computed_where_their_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
     backends: list[str] = []
     monkeypatch.setattr(keops_sums, "Genred", lambda *_, **__: lambda x, backend: backends.append(backend))
-    program = keops_sums._Program("formula", [])
+    program = keops_sums._Program("formula", MATERN32, DIMENSION)
     program(torch.zeros(5, 1))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     program(torch.zeros(5, 1))
