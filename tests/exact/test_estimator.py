@@ -39,32 +39,33 @@ def monte_carlo(case: Case, mll: gpytorch.mlls.MarginalLogLikelihood, draws: int
     return {name: torch.stack(gradients) for name, gradients in samples.items()}
 
 
+def assert_unbiased(case: Case, mll: gpytorch.mlls.MarginalLogLikelihood) -> None:
+    _, expected = exact(case)
+    scale = max(gradient.abs().max().item() for gradient in expected.values())
+    for parameter, samples in monte_carlo(case, mll).items():
+        assert_mean_within(samples, expected[parameter], max_sem=0.3 * scale, floor=1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ANY_KERNEL)
 def test_hutchinson_gradient_is_unbiased(name: str) -> None:
     case = CASES[name]()
-    _, expected = exact(case)
-    scale = max(gradient.abs().max().item() for gradient in expected.values())
     mll = of_low_rank(
         gpi.mlls.HutchinsonMarginalLogLikelihood(
             case.likelihood, case.model, num_probes=40, solver=TIGHT, warm_start=False, generator=0
         )
     )
-    for parameter, samples in monte_carlo(case, mll).items():
-        assert_mean_within(samples, expected[parameter], max_sem=0.3 * scale, floor=1e-9)
+    assert_unbiased(case, mll)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*ITERATIVE, "batch", "multitask", "spectral-mixture"])
 def test_pathwise_gradient_is_unbiased_with_few_frequencies(name: str) -> None:
     case = CASES[name]()
-    _, expected = exact(case)
-    scale = max(gradient.abs().max().item() for gradient in expected.values())
     mll = gpi.mlls.PathwiseMarginalLogLikelihood(
         case.likelihood, case.model, num_probes=40, num_frequencies=50, solver=TIGHT, warm_start=False, generator=0
     )
-    for parameter, samples in monte_carlo(case, mll).items():
-        assert_mean_within(samples, expected[parameter], max_sem=0.3 * scale, floor=1e-9)
+    assert_unbiased(case, mll)
 
 
 @pytest.mark.parametrize(
@@ -130,13 +131,10 @@ def test_published_form_is_the_uncorrected_one() -> None:
 
 def test_exact_prior_probes() -> None:
     case = CASES["product"]()
-    _, expected = exact(case)
-    scale = max(gradient.abs().max().item() for gradient in expected.values())
     mll = gpi.mlls.PathwiseMarginalLogLikelihood(
         case.likelihood, case.model, prior="exact", num_probes=64, solver=TIGHT, warm_start=False, generator=0
     )
-    for parameter, samples in monte_carlo(case, mll).items():
-        assert_mean_within(samples, expected[parameter], max_sem=0.3 * scale, floor=1e-9)
+    assert_unbiased(case, mll)
 
 
 def test_kernel_without_spectral_density_names_the_ways_out() -> None:

@@ -1,7 +1,10 @@
 """Small regressions, and dense twins of the marginal log likelihood and its average information."""
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import gpytorch
 import torch
@@ -41,6 +44,38 @@ def regression(
     likelihood = gpytorch.likelihoods.GaussianLikelihood() if likelihood is None else likelihood
     model = Regression(x, y, likelihood, kernel() if covariance is None else covariance).double()
     return gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, **{"generator": 0, **options})
+
+
+def quiet(mll: Any, **options: Any) -> gpi.fitting.FitResult:
+    return gpi.fit(mll, progress=False, **options)
+
+
+def features(n: int = 200) -> gpi.mlls.VariationalFeatureMarginalLogLikelihood:
+    x, y = data(n)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x, y, likelihood, gpytorch.kernels.ScaleKernel(gpytorch.kernels.LinearKernel())).double()
+    return gpi.mlls.VariationalFeatureMarginalLogLikelihood(likelihood, model, batch_size=50, generator=0)
+
+
+def parameters(mll: torch.nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in mll.parameters()]
+
+
+@contextmanager
+def failing_evaluations(
+    mll: gpi.mlls.HutchinsonMarginalLogLikelihood, error: BaseException, *, after: int, times: float = math.inf
+) -> Iterator[None]:
+    """After some, so many evaluations raise an error in the model's own code."""
+    forward, done = mll.model.forward, itertools.count()
+
+    def raising(x: Tensor) -> MultivariateNormal:
+        if after <= next(done) < after + times:
+            raise error
+        return forward(x)
+
+    mll.model.forward = raising
+    yield
+    mll.model.forward = forward
 
 
 def marginal(case: Case) -> MultivariateNormal:

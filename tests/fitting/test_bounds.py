@@ -13,11 +13,7 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.fitting import AverageInformation, FitStatus
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.prior_support import is_in_supports
-from tests.fitting.problems import regression
-
-
-def parameters(mll: torch.nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in mll.parameters()]
+from tests.fitting.problems import failing_evaluations, parameters, regression
 
 
 def matern(**options: Any) -> gpytorch.kernels.Kernel:
@@ -42,20 +38,6 @@ def test_supports_that_a_constraint_contains_change_no_bound(prior: gpytorch.pri
     without = Coordinates(regression(20, covariance=matern()))
     assert torch.equal(with_prior.lower, without.lower)
     assert torch.equal(with_prior.upper, without.upper)
-
-
-@pytest.mark.parametrize("method", ["average_information", "adam"])
-def test_an_optimum_at_the_end_of_a_prior(method: Any) -> None:
-    """Without a prior the best lengthscale is .68."""
-    mll = regression(60, covariance=matern(lengthscale_prior=UniformPrior(0.1, 0.3)))
-    result = gpi.fit(mll, method=method, progress=False, max_steps=60)
-    lengthscale = mll.model.covar_module.base_kernel.lengthscale.item()
-    assert 0.297 < lengthscale < 0.3001
-    if method == "average_information":
-        assert result.status is FitStatus.BOUND
-        assert [each.name for each in result.hyperparameters if each.at_bound] == [
-            "covar_module.base_kernel.lengthscale"
-        ]
 
 
 def test_adam_holds_the_parameter_at_the_end_of_its_prior_alone() -> None:
@@ -120,19 +102,6 @@ def test_a_prior_and_a_constraint_with_nothing_in_common() -> None:
 # Starts
 
 
-def failing(mll: gpi.mlls.HutchinsonMarginalLogLikelihood, after: int) -> None:
-    """The model raises from some call on."""
-    forward, left = mll.model.forward, [after]
-
-    def raising(x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
-        left[0] -= 1
-        if left[0] < 0:
-            raise NonFiniteError("no")
-        return forward(x)
-
-    mll.model.forward = raising
-
-
 @pytest.mark.parametrize("start", ["current", "subsets"])
 @pytest.mark.parametrize("method", ["average_information", "adam"])
 def test_a_start_that_cannot_be_evaluated_leaves_the_parameters(
@@ -147,8 +116,8 @@ def test_a_start_that_cannot_be_evaluated_leaves_the_parameters(
     likelihood.noise_covar.raw_noise.data.fill_(-200.0)  # at its bound, out of which it is moved
     before = parameters(mll)
     looks = 2 if method == "average_information" else 1  # at data and method, before parameters are moved
-    failing(mll, after=looks + 2 * (start == "subsets"))
-    with pytest.raises(NonFiniteError, match="no"):
+    after = looks + 2 * (start == "subsets")
+    with failing_evaluations(mll, NonFiniteError("no"), after=after), pytest.raises(NonFiniteError, match="no"):
         gpi.fit(mll, method=method, start=start, progress=False)
     assert all(map(torch.equal, parameters(mll), before))
 
@@ -158,8 +127,7 @@ def test_a_first_step_that_cannot_be_evaluated_leaves_the_parameters() -> None:
     mll = regression(60, likelihood=likelihood)
     likelihood.noise_covar.raw_noise.data.fill_(-200.0)
     optimiser, before = AverageInformation(mll), parameters(mll)
-    failing(mll, after=0)
-    with pytest.raises(NonFiniteError, match="no"):
+    with failing_evaluations(mll, NonFiniteError("no"), after=0), pytest.raises(NonFiniteError, match="no"):
         optimiser.step()
     assert all(map(torch.equal, parameters(mll), before))
 

@@ -15,11 +15,7 @@ import gpy_iterative as gpi
 from gpy_iterative.fitting import checkpoint
 from gpy_iterative.fitting.steps.adam import AdamSteps
 from tests.exact.gaussian_models import CASES, Regression
-from tests.fitting.problems import ITERATIVE, data, regression
-
-
-def quiet(mll: Any, **options: Any) -> gpi.fitting.FitResult:
-    return gpi.fit(mll, progress=False, **options)
+from tests.fitting.problems import ITERATIVE, data, features, quiet, regression
 
 
 @pytest.mark.parametrize("solver", [None, ITERATIVE], ids=["exact", "iterative"])
@@ -91,19 +87,7 @@ def test_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
         quiet(mll, checkpoint=file, method="adam")
     with pytest.raises(ValueError, match="another model"):
         quiet(regression(40, covariance=gpytorch.kernels.RBFKernel()), checkpoint=file)
-    with pytest.raises(ValueError, match="another run"):
-        quiet(regression(41), checkpoint=file)
     assert all(map(torch.equal, mll.parameters(), before))
-
-
-def test_a_checkpoint_of_other_data_changes_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "run.pt"
-    gpi.fit(regression(60), progress=False, max_steps=1, checkpoint=file)
-    other = regression(70)
-    before = [parameter.detach().clone() for parameter in other.parameters()]
-    with pytest.raises(ValueError, match=r"belongs to another fit.*another run"):
-        gpi.fit(other, progress=False, checkpoint=file)
-    assert all(map(torch.equal, other.parameters(), before))
 
 
 def test_a_checkpoint_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
@@ -148,7 +132,7 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     quiet(regression(60), max_steps=1, checkpoint=file)
     other, generator = regression(70), torch.Generator().manual_seed(3)
     position, before = generator.get_state(), [parameter.detach().clone() for parameter in other.parameters()]
-    with pytest.raises(ValueError, match="another run"):
+    with pytest.raises(ValueError, match=r"belongs to another fit.*another run"):
         quiet(other, checkpoint=file, generator=generator)
     assert torch.equal(generator.get_state(), position)
     assert all(map(torch.equal, other.parameters(), before))
@@ -229,14 +213,6 @@ def test_a_state_with_other_groups_of_parameters_changes_nothing() -> None:
     with pytest.raises(ValueError, match="parameter group"):
         steps.load_state({**state, "optimizer": torch.optim.Adam(mll.parameters()).state_dict()})
     assert all(torch.equal(tensor, moved[name]) for name, tensor in mll.training_state().items())
-
-
-def features(n: int = 200) -> gpi.mlls.VariationalFeatureMarginalLogLikelihood:
-    x, y = data(n)
-    likelihood = gpytorch.likelihoods.GaussianLikelihood()
-    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.LinearKernel())
-    model = Regression(x, y, likelihood, kernel).double()
-    return gpi.mlls.VariationalFeatureMarginalLogLikelihood(likelihood, model, batch_size=50, generator=0)
 
 
 def test_batches_go_on_where_a_pass_was_left(tmp_path: Path) -> None:

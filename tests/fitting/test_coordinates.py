@@ -102,13 +102,6 @@ def test_fixed_and_tied_parameters() -> None:
     assert sum("lengthscale" in name for name in Coordinates(mll).names) == 1
 
 
-def test_nothing_to_fit() -> None:
-    mll = regression(20)
-    mll.requires_grad_(False)
-    with pytest.raises(ValueError, match="nothing to fit"):
-        Coordinates(mll)
-
-
 def test_networks_are_recognised() -> None:
     assert [name.split(".")[0] for name in network_parameters(CASES["deep"]().model)] == ["network"] * 4
     assert network_parameters(regression(20)) == {}

@@ -21,15 +21,10 @@ from gpy_iterative.fitting.loops import CurvatureLoop
 from gpy_iterative.fitting.steps import levenberg_marquardt
 from gpy_iterative.fitting.steps.adam import AdamSteps
 from gpy_iterative.fitting.stopping import has_converged
-from tests.exact.gaussian_models import CASES, Case, Regression
-from tests.fitting.problems import ITERATIVE, data, dense_information, dense_optimum, dense_value, regression
+from tests.exact.gaussian_models import CASES, Regression
+from tests.fitting.problems import ITERATIVE, data, dense_optimum, dense_value, features, quiet, regression
 from tests.laplace.cases import Exposed, LaplaceModel
 from tests.laplace.cases import case as poisson_case
-
-
-def quiet(mll: Any, **options: Any) -> gpi.fitting.FitResult:
-    return gpi.fit(mll, progress=False, **options)
-
 
 # The optimum
 
@@ -401,28 +396,20 @@ def test_predictions_continue_from_the_fit() -> None:
 
 
 def test_adam_with_exact_values_stops_where_twenty_steps_gain_little() -> None:
-    mll = regression(60, covariance=gpytorch.kernels.RBFKernel())
-    result = quiet(mll, method="adam", max_steps=1000)
+    mll = regression(60)
+    mll.model.covar_module.base_kernel.requires_grad_(False)
+    result = quiet(mll, method="adam", max_steps=400)
     assert result.status is FitStatus.CONVERGED
-    assert result.steps < 500
+    assert result.steps < 400
     assert 60 * (result.history[-1].value - result.history[-20].value) < 0.05
+    assert set(result.standard_errors.values()) == {None}
+    reached = dense_value(mll)
+    assert dense_optimum(mll) - reached < 0.05
     printed = str(result)
     assert "Adam: method='adam'." in printed
     assert f"({result.steps - 40} more)" in printed
     assert str(result.history[19]) in printed
     assert str(result.history[20]) not in printed
-
-
-def test_adam_stops_where_nothing_is_gained() -> None:
-    mll = regression(60)
-    for parameter in mll.model.covar_module.base_kernel.parameters():
-        parameter.requires_grad_(False)
-    result = quiet(mll, method="adam", max_steps=400)
-    assert result.status is FitStatus.CONVERGED
-    assert result.steps < 400
-    assert set(result.standard_errors.values()) == {None}
-    reached = dense_value(mll)
-    assert dense_optimum(mll) - reached < 0.05
 
 
 class Classes(gpi.models.IterativeLaplaceGP):
@@ -474,13 +461,6 @@ def test_a_laplace_model_without_data_is_refused() -> None:
     model.train_inputs = model.train_targets = None
     with pytest.raises(ValueError, match="has no training data: pass batches"):
         quiet(mll)
-
-
-def features(n: int = 200) -> gpi.mlls.VariationalFeatureMarginalLogLikelihood:
-    x, y = data(n)
-    likelihood = gpytorch.likelihoods.GaussianLikelihood()
-    model = Regression(x, y, likelihood, gpytorch.kernels.ScaleKernel(gpytorch.kernels.LinearKernel())).double()
-    return gpi.mlls.VariationalFeatureMarginalLogLikelihood(likelihood, model, batch_size=50, generator=0)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -629,9 +609,11 @@ def test_ctrl_c_in_a_callback_ends_the_fit() -> None:
     assert (result.status, len(result.history)) == (FitStatus.BUDGET, 1)
 
 
-def test_a_folder_that_is_missing(tmp_path: Path) -> None:
+def test_paths_of_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist: make it first"):
-        gpi.fit(regression(20), checkpoint=tmp_path / "nowhere" / "run.pt")
+        quiet(regression(20), checkpoint=tmp_path / "nowhere" / "run.pt")
+    with pytest.raises(ValueError, match="is a folder: give the name of a file"):
+        quiet(regression(20), checkpoint=tmp_path)
 
 
 def test_batches_that_can_be_read_once() -> None:
@@ -643,6 +625,7 @@ def test_batches_that_can_be_read_once() -> None:
     ("options", "error", "message"),
     [
         ({"batches": 3}, TypeError, "batches must be a list or a DataLoader, got 3"),
+        ({"batches": []}, ValueError, "batches= is empty"),
         ({"batches": [3]}, ValueError, "pair .* or a tensor of row numbers, got int"),
         ({"batches": [torch.ones(5)]}, ValueError, r"pair .*, got a tensor of torch\.float32"),
         (
@@ -674,11 +657,6 @@ def test_a_pair_of_other_rows() -> None:
     quiet(mll, batches=[(x, y)], max_steps=1)
 
 
-def test_a_checkpoint_that_is_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a folder: give the name of a file"):
-        quiet(regression(20), checkpoint=tmp_path)
-
-
 def test_a_model_without_training_data_is_told_a_call_that_works() -> None:
     mll = regression(20)
     x, y = mll.model.train_inputs, mll.model.train_targets
@@ -701,11 +679,6 @@ def test_other_marginal_log_likelihoods() -> None:
     for other in (stock, mll.model):
         with pytest.raises(TypeError, match="of gpy_iterative"):
             gpi.fit(other)  # pyright: ignore[reportArgumentType]
-
-
-def test_empty_batches() -> None:
-    with pytest.raises(ValueError, match="read only once"):
-        quiet(features(), batches=iter(()))
 
 
 class LateFrequencies(gpytorch.kernels.RFFKernel):
@@ -747,15 +720,6 @@ def test_data_that_are_not_finite() -> None:
     mll.model.train_targets[3] = torch.nan
     with pytest.raises(ValueError, match="nan"):
         quiet(mll)
-
-
-def test_dense_twin_agrees_with_itself() -> None:
-    """The twin of the curvature does not move the parameters."""
-    mll = regression(30)
-    before = [parameter.detach().clone() for parameter in mll.parameters()]
-    case = Case(mll.model, mll.likelihood, *mll.model.train_inputs, mll.model.train_targets)
-    dense_information(case, gpi.fitting.AverageInformation(mll).coordinates)
-    assert all(torch.allclose(a, b) for a, b in zip(before, mll.parameters(), strict=True))
 
 
 def test_arguments_of_a_likelihood_are_those_of_its_training_data() -> None:

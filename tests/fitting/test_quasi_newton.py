@@ -16,7 +16,7 @@ from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.steps import quasi_newton
 from gpy_iterative.fitting.steps.points import Point, Secant
 from gpy_iterative.fitting.steps.quasi_newton import QuasiNewton, updated
-from tests.fitting.problems import climb, data
+from tests.fitting.problems import climb, data, quiet
 from tests.laplace.cases import LaplaceModel
 
 N = 80
@@ -57,10 +57,6 @@ def nats(mll: gpi.mlls.LaplaceMarginalLogLikelihood) -> Tensor:
     return mll(mll.model(*mll.model.train_inputs), targets) * len(targets)
 
 
-def fit(mll: gpi.mlls.LaplaceMarginalLogLikelihood, **options: Any) -> gpi.fitting.FitResult:
-    return gpi.fit(mll, progress=False, **options)
-
-
 def gained_by_lbfgs(mll: gpi.mlls.LaplaceMarginalLogLikelihood) -> float:
     """Nats that torch's optimiser gains from here."""
     mll.train()
@@ -82,7 +78,7 @@ PROBLEMS = {
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_it_ends_at_the_optimum(problem: str) -> None:
     mll = PROBLEMS[problem]()
-    result = fit(mll)
+    result = quiet(mll)
     assert (result.method, result.status) == ("quasi_newton", FitStatus.CONVERGED)
     assert result.steps <= 25
     assert mll.report is not None
@@ -93,7 +89,7 @@ def test_it_ends_at_the_optimum(problem: str) -> None:
 
 def test_standard_errors_are_those_of_the_curvature() -> None:
     mll = bernoulli()
-    result, coordinates = fit(mll), Coordinates(mll)
+    result, coordinates = quiet(mll), Coordinates(mll)
     position, step = coordinates.read(), 0.02
     values = {}
     for i, j in torch.cartesian_prod(torch.arange(3), torch.arange(3)).tolist():
@@ -143,7 +139,7 @@ def trend(unit: float, dtype: torch.dtype = torch.float64) -> gpi.mlls.LaplaceMa
 @pytest.mark.parametrize("unit", [1e3, 1e6])
 def test_units_do_not_matter(unit: float) -> None:
     known, mll = trend(1.0), trend(unit)
-    expected, result = fit(known), fit(mll)
+    expected, result = quiet(known), quiet(mll)
     assert result.status is FitStatus.CONVERGED
     assert not mll.warned_of
     assert abs(result.history[-1].value - expected.history[-1].value) * 100 < 0.1
@@ -156,7 +152,7 @@ def test_units_do_not_matter(unit: float) -> None:
     with torch.no_grad():
         mll.model.mean_module.weights.copy_(known.model.mean_module.weights / unit)
         mll.model.mean_module.bias.copy_(known.model.mean_module.bias)
-    errors, wanted = (list(each.standard_errors.values()) for each in (fit(mll), expected))
+    errors, wanted = (list(each.standard_errors.values()) for each in (quiet(mll), expected))
     assert None not in errors
     torch.testing.assert_close(torch.tensor([errors[0] * unit, *errors[1:]]), torch.tensor(wanted), rtol=0.1, atol=0.0)
 
@@ -205,14 +201,14 @@ def test_a_step_is_seen_and_eigenvalues_stay_positive() -> None:
 def test_a_bound_is_held() -> None:
     mll = bernoulli()
     mll.model.covar_module.base_kernel.register_constraint("raw_lengthscale", LessThan(0.4, initial_value=0.3))
-    result = fit(mll)
+    result = quiet(mll)
     assert result.status is FitStatus.BOUND
     assert [each.name for each in result.hyperparameters if each.at_bound] == ["covar_module.base_kernel.lengthscale"]
 
 
 def test_without_steps_left_the_end_is_measured() -> None:
     mll = heavy_tails()
-    result = fit(mll, max_steps=3)
+    result = quiet(mll, max_steps=3)
     assert result.status is FitStatus.BUDGET
     expected = QuasiNewton(mll).settle()
     assert result.history[-1].left_to_gain == pytest.approx(expected.left, rel=1e-3)
@@ -232,15 +228,15 @@ def test_a_learned_curvature_gives_no_standard_errors(monkeypatch: pytest.Monkey
         return forward(*args)
 
     monkeypatch.setattr(gpi.mlls.LaplaceMarginalLogLikelihood, "forward", interrupted)
-    result = fit(mll, callback=lambda row: seen.append(row) if row.step > 0 else None)
+    result = quiet(mll, callback=lambda row: seen.append(row) if row.step > 0 else None)
     assert (result.status, result.has_standard_errors) == (FitStatus.BUDGET, False)
 
 
 def test_a_resumed_fit_is_the_same(tmp_path: Path) -> None:
     whole, first, second = (bernoulli(n=40) for _ in range(3))
-    expected = fit(whole)
-    fit(first, max_steps=3, checkpoint=tmp_path / "run.pt")
-    resumed = fit(second, checkpoint=tmp_path / "run.pt")
+    expected = quiet(whole)
+    quiet(first, max_steps=3, checkpoint=tmp_path / "run.pt")
+    resumed = quiet(second, checkpoint=tmp_path / "run.pt")
     told = lambda result: [(row.step, row.value, row.left_to_gain, row.step_length) for row in result.history]
     assert told(resumed) == told(expected)
     assert all(map(torch.equal, whole.parameters(), second.parameters()))
@@ -285,9 +281,9 @@ def test_an_interrupted_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_only_exact_values_have_it() -> None:
     newton = bernoulli(solver=gpi.solvers.LaplaceNewton())
     with pytest.raises(ValueError, match="are not exact, as 'quasi_newton' needs: use method='auto'"):
-        fit(newton, method="quasi_newton")
-    assert fit(newton, max_steps=1).method == "adam"
-    assert fit(bernoulli(solver=gpi.solvers.LaplaceCholesky()), max_steps=1).method == "quasi_newton"
-    assert fit(bernoulli(), max_steps=1, method="adam").method == "adam"
+        quiet(newton, method="quasi_newton")
+    assert quiet(newton, max_steps=1).method == "adam"
+    assert quiet(bernoulli(solver=gpi.solvers.LaplaceCholesky()), max_steps=1).method == "quasi_newton"
+    assert quiet(bernoulli(), max_steps=1, method="adam").method == "adam"
     with pytest.raises(ValueError, match="'quasi_newton' takes all data in every step"):
-        fit(bernoulli(), method="quasi_newton", batches=[torch.arange(4)])
+        quiet(bernoulli(), method="quasi_newton", batches=[torch.arange(4)])

@@ -1,8 +1,6 @@
 """One step of average information, and what undoes it."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import gpytorch
@@ -16,11 +14,15 @@ from gpy_iterative.fitting.steps.curvature import Curvature
 from gpy_iterative.fitting.steps.levenberg_marquardt import FIRST_DAMPING, RADIUS, RIDGE
 from gpy_iterative.fitting.steps.points import Assessment, Secant
 from tests.exact.gaussian_models import CASES, Case, Regression
-from tests.fitting.problems import ITERATIVE, data, dense_information, dense_value, regression
-
-
-def parameters(mll: torch.nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in mll.parameters()]
+from tests.fitting.problems import (
+    ITERATIVE,
+    data,
+    dense_information,
+    dense_value,
+    failing_evaluations,
+    parameters,
+    regression,
+)
 
 
 def test_a_step_is_that_of_the_dense_formulas() -> None:
@@ -84,29 +86,11 @@ def test_what_the_probes_hide_is_expected_to_be_left() -> None:
     assert error == pytest.approx(math.hypot(found.noise, float(linear.square().mean().sqrt())))
 
 
-@contextmanager
-def failing_evaluations(
-    mll: gpi.mlls.HutchinsonMarginalLogLikelihood, error: BaseException, times: int
-) -> Iterator[None]:
-    """After the first, so many evaluations raise an error in the model's own code."""
-    forward, left = mll.model.forward, [1 + times]
-
-    def raising(x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
-        left[0] -= 1
-        if 0 <= left[0] < times:
-            raise error
-        return forward(x)
-
-    mll.model.forward = raising
-    yield
-    mll.model.forward = forward
-
-
 @pytest.mark.parametrize("solver", [None, ITERATIVE], ids=["exact", "iterative"])
 def test_a_trial_that_fails_is_undone_and_a_shorter_one_follows(solver: gpi.solvers.Solver | None) -> None:
     mll = regression(100, solver=solver)
     optimiser = AverageInformation(mll)
-    with failing_evaluations(mll, NonFiniteError("no"), times=2):
+    with failing_evaluations(mll, NonFiniteError("no"), after=1, times=2):
         step = optimiser.step()
     assert step is not None
     assert step.trials == 3
@@ -118,7 +102,7 @@ def test_an_interrupted_step_leaves_everything_as_it_was(error: BaseException) -
     mll, other = regression(100, solver=ITERATIVE), regression(100, solver=ITERATIVE)
     optimiser, untouched = AverageInformation(mll), AverageInformation(other)
     before = parameters(mll)
-    with failing_evaluations(mll, error, times=1), pytest.raises(type(error)):
+    with failing_evaluations(mll, error, after=1, times=1), pytest.raises(type(error)):
         optimiser.step()
     assert all(map(torch.equal, parameters(mll), before))
     for each in (optimiser, untouched):
@@ -130,7 +114,7 @@ def test_no_step_where_nothing_gains() -> None:
     mll = regression(100)
     optimiser = AverageInformation(mll)
     before = parameters(mll)
-    with failing_evaluations(mll, NonFiniteError("no"), times=100):
+    with failing_evaluations(mll, NonFiniteError("no"), after=1, times=100):
         assert optimiser.step() is None
     assert all(map(torch.equal, parameters(mll), before))
 

@@ -462,16 +462,6 @@ def test_small_variances_in_float32_have_the_digits_of_the_kernel() -> None:
     assert (variances[1] / variances[0]).log().abs().median() < 0.01
 
 
-def test_the_first_functions_of_more_are_the_same_in_any_order() -> None:
-    x, y = data(40)
-    likelihood = GaussianLikelihood().double()
-    model = Regression(x, y, likelihood, kernels.RBFKernel()).double()
-    make = lambda: PathwisePosterior(model, likelihood, generator=3, num_frequencies=100)
-    grown, at_once = make(), make()
-    grown.sample_paths(2)
-    torch.testing.assert_close(grown.sample_paths(5)(x[:7]), at_once.sample_paths(5)(x[:7]))
-
-
 def test_noise_that_the_training_was_given_by_name() -> None:
     x, y = data(30)
     noise = torch.linspace(0.05, 2.0, 30, dtype=torch.float64)

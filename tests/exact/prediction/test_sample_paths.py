@@ -110,6 +110,7 @@ def test_more_paths_share_the_first() -> None:
     posterior = posterior_of(case)
     few, many = posterior.sample_paths(3), posterior.sample_paths(8)
     torch.testing.assert_close(many(x)[:3], few(x))
+    torch.testing.assert_close(many(x), posterior_of(case).sample_paths(8)(x))  # in any order
     again = posterior.sample_paths(2)
     torch.testing.assert_close(again(x), few(x)[:2])
     assert (many(x)[3:] - many(x)[:1]).abs().min(0).values.max() > 1e-3

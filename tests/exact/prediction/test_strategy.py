@@ -91,15 +91,6 @@ def test_samples_of_a_distribution() -> None:
     assert torch.isfinite(prediction.log_prob(prediction.mean))
 
 
-def test_likelihood_of_the_model_call() -> None:
-    case = CASES["matern-3/2"]()
-    PathwisePosterior(case.model, case.likelihood).install()
-    with torch.no_grad():
-        predictive = case.likelihood(case.model(held_out_points()))
-        latent = case.model(held_out_points())
-    torch.testing.assert_close(predictive.variance, latent.variance + case.likelihood.noise)
-
-
 def test_prediction_at_the_training_inputs_warns_as_ever() -> None:
     case = CASES["matern-3/2"]()
     PathwisePosterior(case.model, case.likelihood).install()

@@ -42,7 +42,7 @@ from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.solvers import AlternatingProjections, ConjugateGradients
 from tests.exact.gaussian_models import Regression, data
-from tests.linear_operators.radial.test_operator import FUNCTIONS, check_gradients_by_alpha, dense, inputs
+from tests.linear_operators.radial.test_operator import FUNCTIONS, _Conformance, check_gradients_by_alpha, dense, inputs
 
 pytest.importorskip("pykeops")
 
@@ -57,50 +57,33 @@ def _one_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keops_sums, "WIDTHS", (8,))
 
 
-class _Conformance:
-    """What the suite needs; subclasses name the shapes."""
-
-    seed = 3
-    should_test_sample = True
-    x1_shape: tuple[int, ...] = (5, DIMENSION)
-    x2_shape: tuple[int, ...] | None = None
-    batch_shape: tuple[int, ...] = ()
-
-    def create_linear_op(self) -> RadialKernelLinearOperator:
-        return RadialKernelLinearOperator(
-            inputs(*self.x1_shape, spread=2.0).requires_grad_(),
-            (2 + torch.rand(self.batch_shape, generator=torch.Generator().manual_seed(1))).requires_grad_(),
-            x2=None if self.x2_shape is None else inputs(*self.x2_shape, seed=4, spread=2.0).requires_grad_(),
-            function=MATERN32,
-            products=KEOPS,
-        )
-
-    def evaluate_linear_op(self, linear_op: RadialKernelLinearOperator) -> Tensor:
-        return dense(linear_op)
+class _Sums(_Conformance):
+    products = KEOPS
+    tolerances = LinearOperatorTestCase.tolerances
 
 
-class TestSymmetric(_Conformance, LinearOperatorTestCase, unittest.TestCase):
+class TestSymmetric(_Sums, LinearOperatorTestCase, unittest.TestCase):
     pass
 
 
-class TestBatch(_Conformance, LinearOperatorTestCase, unittest.TestCase):
+class TestBatch(_Sums, LinearOperatorTestCase, unittest.TestCase):
     x1_shape, batch_shape = (3, 5, DIMENSION), (3,)
 
 
-class TestTwoBatchDimensions(_Conformance, LinearOperatorTestCase, unittest.TestCase):
+class TestTwoBatchDimensions(_Sums, LinearOperatorTestCase, unittest.TestCase):
     x1_shape, batch_shape = (2, 3, 5, DIMENSION), (2, 3)
     should_test_sample = False
 
 
-class TestSquareCross(_Conformance, RectangularLinearOperatorTestCase, unittest.TestCase):
+class TestSquareCross(_Sums, RectangularLinearOperatorTestCase, unittest.TestCase):
     x2_shape = (5, DIMENSION)
 
 
-class TestRectangular(_Conformance, RectangularLinearOperatorTestCase, unittest.TestCase):
+class TestRectangular(_Sums, RectangularLinearOperatorTestCase, unittest.TestCase):
     x2_shape = (4, DIMENSION)
 
 
-class TestRectangularBatch(_Conformance, RectangularLinearOperatorTestCase, unittest.TestCase):
+class TestRectangularBatch(_Sums, RectangularLinearOperatorTestCase, unittest.TestCase):
     x1_shape, x2_shape, batch_shape = (3, 5, DIMENSION), (3, 4, DIMENSION), (3,)
 
 
