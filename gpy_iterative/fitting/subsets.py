@@ -138,14 +138,6 @@ def _of_rows(
     # Together: a shared likelihood stays shared.
     model, likelihood = copy.deepcopy((model, likelihood))
     to_training_mode(model, likelihood)
-    _restrict(model, likelihood, rows)
-    mll = HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
-    if position is not None:
-        Coordinates(mll).write(position)
-    return mll
-
-
-def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:
     targets = model.train_targets
     rows = rows.to(targets.device)
     inputs = tuple(x[rows] for x in model.train_inputs)
@@ -155,6 +147,10 @@ def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:
     model.set_train_data(targets=targets.index_select(data_dim, rows), strict=False)
     if isinstance(likelihood, FixedNoiseGaussianLikelihood):
         likelihood.noise = likelihood.noise_covar.noise[..., rows]
+    mll = HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
+    if position is not None:
+        Coordinates(mll).write(position)
+    return mll
 
 
 def _climbed(mll: IterativeMarginalLogLikelihood, generator: torch.Generator) -> tuple[Tensor, Assessment, float]:

@@ -53,10 +53,6 @@ class DirectionalProduct(ABC):
     def __init__(self, operator: Any, vector: Tensor) -> None:
         self.operator, self.vector = operator, vector
 
-    @property
-    def size(self) -> int:
-        return len(self.operator.representation())
-
     def along(self, tangent: Tangent) -> Tensor | None:
         """[*b, n]; None where nothing moves."""
         return None if all(part is None for part in tangent) else self._along(tangent)
@@ -83,8 +79,8 @@ class _Sum(DirectionalProduct):
     def _along(self, tangent: Tangent) -> Tensor | None:
         total, rest = None, list(tangent)
         for term in self._terms:
-            total = _sum(total, term.along(rest[: term.size]))
-            rest = rest[term.size :]
+            size = len(term.operator.representation())
+            total, rest = _sum(total, term.along(rest[:size])), rest[size:]
         return total
 
 
