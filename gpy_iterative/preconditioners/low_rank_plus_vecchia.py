@@ -157,10 +157,10 @@ class LowRankPlusVecchia(PreconditionerRecipe):
 
 
 def _largest_left(operator: NoisyLinearOperator, found: PivotedCholeskyFactor) -> float:
-    """About the largest eigenvalue of K - L L^T over the noise: the trace over k, as if eigenvalues fell like 1 / k^2."""
+    """About the largest eigenvalue of K - L L^T over each row's noise: the trace over k, as if they fell like 1 / k^2."""
     _, diagonal, noise = kernel_and_noise(operator)
-    rest = diagonal.sum() - torch.linalg.vector_norm(found.factor).square()
-    return float(rest / noise.mean()) / max(found.rank, 1)
+    rest = diagonal - torch.linalg.vector_norm(found.factor, dim=-1).square()
+    return float((rest / noise).sum()) / max(found.rank, 1)
 
 
 def has_neighbours(operator: LinearOperator) -> bool:

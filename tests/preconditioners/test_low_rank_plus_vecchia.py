@@ -170,6 +170,16 @@ def test_a_low_rank_that_leaves_little_is_enough() -> None:
     assert isinstance(recipe.build(system(0.1)), LowRankPlusVecchiaFactor)
 
 
+def test_a_low_rank_is_not_enough_where_some_rows_have_little_noise() -> None:
+    """The mean noise hid them: 168 iterations for 7 on 2,000 rows."""
+    operator = system(0.5)
+    noise = torch.ones(500).double()
+    assert isinstance(LowRankPlusVecchia(40).build(NoisyLinearOperator(operator.kernel, noise)), PivotedCholeskyFactor)
+    noise[::2] = 1e-4
+    few = LowRankPlusVecchia(40).build(NoisyLinearOperator(operator.kernel, noise))
+    assert isinstance(few, LowRankPlusVecchiaFactor)
+
+
 def test_a_far_field_takes_neighbours_alone() -> None:
     tiles, far_field = (system(0.3, rows=3000, far_field=tolerance) for tolerance in (None, 1e-2))
     assert far_field_error(far_field) is not None
