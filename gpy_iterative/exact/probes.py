@@ -165,7 +165,7 @@ class Whitened(ProbeDistribution):
 
     def has_drawn(self, draws: Draws) -> bool:
         """See `ProbeDistribution.has_drawn`."""
-        return "order" in draws and (isinstance(self.recipe, LowRankPlusVecchia) or "pivots" not in draws)
+        return "order" in draws and ("pivots" in draws) == isinstance(self.recipe, LowRankPlusVecchia)
 
     @divided()
     def draw(

@@ -117,13 +117,13 @@ class LowRankPlusVecchia(PreconditionerRecipe):
 
     @torch.no_grad()
     def choices(self, operator: LinearOperator, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Pivots [k] and order of elimination [n] of a factor; only those that it has."""
-        found = {}
-        if not _is_local(operator):
-            found["pivots"] = self._low_rank(operator).low_rank(operator, generator=generator)[1]
-        if has_neighbours(operator):
-            found |= Vecchia().choices(operator, generator)
-        return found
+        """Pivots [k], none for Vecchia alone, and order of elimination [n] where there are neighbours."""
+        if _is_local(operator):
+            pivots = torch.empty(0, dtype=torch.long, device=operator.device)
+        else:
+            pivots = self._low_rank(operator).low_rank(operator, generator=generator)[1]
+        order = Vecchia().choices(operator, generator) if has_neighbours(operator) else {}
+        return {"pivots": pivots, **order}
 
     @torch.no_grad()
     def build(
@@ -138,7 +138,7 @@ class LowRankPlusVecchia(PreconditionerRecipe):
         Args:
             choices: of an earlier factor, for one that is smooth in the hyperparameters.
         """
-        if _is_local(operator) if choices is None else "pivots" not in choices:
+        if _is_local(operator) if choices is None else "order" in choices and not len(choices["pivots"]):
             return Vecchia().build(operator, generator=generator, choices=choices)
         pivots = None if choices is None else choices["pivots"]
         found = self._low_rank(operator).build(operator, pivots, generator=generator)

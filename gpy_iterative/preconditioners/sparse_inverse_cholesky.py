@@ -62,7 +62,7 @@ class SparseInverseCholesky(SampledPreconditioner):
 
     def has(self, choices: Mapping[str, Tensor]) -> bool:
         """Whether it has this order of elimination, and no pivots are asked."""
-        return "pivots" not in choices and torch.equal(self.order, choices["order"])
+        return not len(choices.get("pivots", ())) and torch.equal(self.order, choices["order"])
 
     def to(self, dtype: torch.dtype) -> Self:
         converted = copy.copy(self)

@@ -388,6 +388,7 @@ def test_draws_of_one_preconditioner_are_none_of_another(name: str, kind: type) 
         assert isinstance(DISTRIBUTIONS[name](2).probes(operator, None, draws).covariance, kind)
     assert DISTRIBUTIONS[name](2).has_drawn(draws)
     assert DISTRIBUTIONS["whitened"](2).has_drawn(draws) == (kind is SparseInverseCholesky)
+    assert DISTRIBUTIONS["whitened, low rank"](2).has_drawn(draws) == (kind is not SparseInverseCholesky)
     assert not DISTRIBUTIONS["preconditioned"](2).has_drawn(draws)
 
 
