@@ -141,6 +141,16 @@ def test_blocks_of_neighbours_far_from_the_origin_keep_their_digits() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_blocks_with_many_inputs_keep_their_digits(dtype: torch.dtype) -> None:
+    x = (inputs(N, 40).double() + 300).to(dtype)
+    x[5] = x[2]
+    rows = torch.arange(N).view(3, 7)
+    u = (x[rows].double().unsqueeze(-2) - x[rows].double().unsqueeze(-3)).square().sum(-1)
+    operator = RadialKernelLinearOperator(x, torch.tensor(1.7).to(dtype), function=RBF)
+    torch.testing.assert_close(principal_blocks(operator, rows), (1.7 * torch.exp(-u / 2)).to(dtype))
+
+
 @pytest.mark.parametrize("kernel", [RBFKernel() * PeriodicKernel(), _OneByOne()], ids=["takes a batch", "takes none"])
 def test_blocks_of_a_kernel_that_may_take_no_batch(kernel: Kernel) -> None:
     operator = GenericKernelLinearOperator.of_kernel(kernel.double(), inputs(N, 2).double())

@@ -14,7 +14,10 @@ from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.keops import RadialKeOps
-from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances
+from gpy_iterative.linear_operators.radial.squared_distances import (
+    differentiable_squared_distances,
+    squared_distances_within,
+)
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
@@ -141,8 +144,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     def principal_blocks(self, rows: Tensor) -> Tensor:
         """See `extensions.principal_blocks`."""
         points, function = self.x1[rows], self.function
-        distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
-        u = distances.square_().mul_(function.scale(self.alpha))
+        u = squared_distances_within(points).mul_(function.scale(self.alpha))
         return function.value_(u, torch.empty_like(u), self.alpha).mul_(self.tile_scale)
 
     def kernel_inputs(self) -> Tensor:

@@ -13,6 +13,8 @@ ALLOWED_ERROR = 3e-5
 FEW_OF_KINK = 2
 #: `few` of k(x, X): a prediction's solve magnifies errors between near data.
 FEW_OF_PREDICTION = 3
+#: Coordinates up to which differences within sets of points cost no more than float64 products.
+FEW_WITHIN = 32
 
 
 class SquaredDistances:
@@ -101,3 +103,13 @@ def _by_spread(x1: Tensor, x2: Tensor, few: int) -> tuple[list[int], list[int]]:
     # NaN is together: it raises where the matrix is used.
     count = int((~(error > ALLOWED_ERROR)).sum())
     return sorted(order[:count].tolist()), sorted(order[count:].tolist())
+
+
+def squared_distances_within(sets: Tensor) -> Tensor:
+    """|x_i - x_j|^2 [c, k, k] within sets of points [c, k, d], without cancellation for points near the last one."""
+    if sets.shape[-1] <= FEW_WITHIN:
+        return torch.cdist(sets, sets, compute_mode="donot_use_mm_for_euclid_dist").square_()
+    centred = (sets - sets[..., -1:, :]).double()
+    products = centred @ centred.mT
+    squares = products.diagonal(dim1=-2, dim2=-1)
+    return (squares.unsqueeze(-1) + squares.unsqueeze(-2)).sub_(products, alpha=2).clamp_min_(0).to(sets.dtype)
