@@ -25,12 +25,10 @@ from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.low_rank_plus_vecchia import (
     LowRankPlusVecchia,
-    LowRankPlusVecchiaFactor,
     has_neighbours,
 )
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky, PivotedCholeskyFactor
 from gpy_iterative.preconditioners.preconditioner import SampledPreconditioner
-from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
 from gpy_iterative.preconditioners.vecchia import Vecchia
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.features import RandomFourierFeatures
@@ -56,9 +54,7 @@ class Probes:
 
 def probe_jitter(*probes: Probes) -> float | None:
     factors = (each.covariance for each in probes)
-    kinds = PivotedCholeskyFactor, SparseInverseCholesky, LowRankPlusVecchiaFactor
-    jitter = max((float(factor.jitter.max()) for factor in factors if isinstance(factor, kinds)), default=0.0)
-    return jitter or None
+    return max((float(factor.jitter.max()) for factor in factors if factor is not None), default=0.0) or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +175,7 @@ class Whitened(ProbeDistribution):
     @divided()
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
         factor, choices = others.covariance if others is not None else None, _choices(draws)
-        kinds = SparseInverseCholesky | PivotedCholeskyFactor | LowRankPlusVecchiaFactor
-        if not (isinstance(factor, kinds) and factor.has(choices)):
+        if factor is None or not factor.has(choices):
             factor = self.recipe.build(operator, choices=choices)
         return Probes(*factor.sample(draws["base"]), factor)
 

@@ -74,7 +74,7 @@ class LowRankPlusVecchiaFactor(SampledPreconditioner):
         return member
 
     def has(self, choices: Mapping[str, Tensor]) -> bool:
-        """Whether it has these pivots and this order."""
+        """See `SampledPreconditioner.has`."""
         return torch.equal(self.pivots, choices["pivots"]) and torch.equal(self.local.order, choices["order"])
 
     def to(self, dtype: torch.dtype) -> Self:

@@ -30,7 +30,7 @@ class PivotedCholeskyFactor(LowRankPlusDiagonal):
         self.pivots, self.jitter = pivots, jitter
 
     def has(self, choices: Mapping[str, Tensor]) -> bool:
-        """Whether it has these pivots."""
+        """See `SampledPreconditioner.has`."""
         return torch.equal(self.pivots, choices["pivots"])
 
 

@@ -1,11 +1,14 @@
 """Interfaces."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Self
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
+
+from gpy_iterative.worker_threads import CPU
 
 
 class Preconditioner(ABC):
@@ -38,6 +41,13 @@ class Preconditioner(ABC):
 
 class SampledPreconditioner(Preconditioner):
     """One of which samples are known, so that it may be the covariance of probes."""
+
+    #: Added to variances where rounding made blocks indefinite, relative to the largest, [*b].
+    jitter: Tensor = torch.zeros((), device=CPU)
+
+    def has(self, choices: Mapping[str, Tensor]) -> bool:
+        """Whether it was built with these pivots and this order of elimination."""
+        return False
 
     @property
     @abstractmethod

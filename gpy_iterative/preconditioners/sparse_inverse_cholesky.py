@@ -61,7 +61,7 @@ class SparseInverseCholesky(SampledPreconditioner):
         return self
 
     def has(self, choices: Mapping[str, Tensor]) -> bool:
-        """Whether it has this order of elimination, and no pivots are asked."""
+        """See `SampledPreconditioner.has`."""
         return not len(choices.get("pivots", ())) and torch.equal(self.order, choices["order"])
 
     def to(self, dtype: torch.dtype) -> Self:
