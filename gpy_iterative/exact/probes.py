@@ -23,10 +23,7 @@ from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
-from gpy_iterative.preconditioners.low_rank_plus_vecchia import (
-    LowRankPlusVecchia,
-    has_neighbours,
-)
+from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchia, has_neighbours
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky, PivotedCholeskyFactor
 from gpy_iterative.preconditioners.preconditioner import SampledPreconditioner
 from gpy_iterative.preconditioners.vecchia import Vecchia

@@ -22,11 +22,8 @@ from gpy_iterative.linear_operators.radial.functions import RBF
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, kernel_and_noise
-from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor, RandomlyPivotedCholesky
-from gpy_iterative.preconditioners.preconditioner import (
-    PreconditionerRecipe,
-    SampledPreconditioner,
-)
+from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky, plus_diagonal
+from gpy_iterative.preconditioners.preconditioner import PreconditionerRecipe, SampledPreconditioner
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
 from gpy_iterative.preconditioners.vecchia import Vecchia
 
@@ -45,18 +42,17 @@ class LowRankPlusVecchiaFactor(SampledPreconditioner):
     Cost in multiply-adds: n k (k / 2 + m) for construction, 2 n (k + m) s for a solve.
 
     Args:
-        low_rank: L [n, k] and further columns; its diagonal is not used.
-        columns: k.
+        factor: L [n, k].
+        pivots: of L and of columns that it leaves out.
+        jitter: of L, see `factor_on`.
         local: B, with m entries beside the diagonal in a row.
     """
 
-    def __init__(self, low_rank: PivotedCholeskyFactor, columns: int, local: SparseInverseCholesky) -> None:
-        self.pivots, self.local = low_rank.pivots, local
-        self._whitened = LowRankPlusDiagonal(
-            local.whiten(low_rank.factor[:, :columns]), torch.ones_like(local.diagonal)
-        )
-        self.build_epochs = local.build_epochs + low_rank.build_epochs
-        self.jitter = low_rank.jitter.maximum(local.jitter.to(low_rank.jitter))
+    def __init__(self, factor: Tensor, pivots: Tensor, jitter: Tensor, local: SparseInverseCholesky) -> None:
+        self.pivots, self.local = pivots, local
+        self._whitened = LowRankPlusDiagonal(local.whiten(factor), torch.ones_like(local.diagonal))
+        self.build_epochs = local.build_epochs + len(pivots) / len(factor)
+        self.jitter = jitter.maximum(local.jitter.to(jitter))
 
     @property
     def smallest(self) -> Tensor:
@@ -141,26 +137,25 @@ class LowRankPlusVecchia(PreconditionerRecipe):
         if _is_local(operator) if choices is None else "order" in choices and not len(choices["pivots"]):
             return Vecchia().build(operator, generator=generator, choices=choices)
         pivots = None if choices is None else choices["pivots"]
-        found = self._low_rank(operator).build(operator, pivots, generator=generator)
-        if not has_neighbours(operator) or _largest_left(operator, found) < LARGEST_LEFT:
-            return found
-        columns = math.ceil(found.rank / 2)
-        factor = found.factor[:, :columns].contiguous()  # rows are read
+        factor, pivots, jitter = self._low_rank(operator).low_rank(operator, pivots, generator=generator)
+        if not has_neighbours(operator) or _largest_left(operator, factor) < LARGEST_LEFT:
+            return plus_diagonal(operator, factor, pivots, jitter)
+        factor = factor[:, : math.ceil(len(pivots) / 2)].contiguous()  # rows are read
         explained = ConstantMulLinearOperator(RootLinearOperator(factor), factor.new_tensor(-1.0))
         rest = NoisyLinearOperator(SumLinearOperator(operator.kernel, explained), operator.noise)
         local = Vecchia(NUM_NEIGHBOURS).build(rest, generator=generator, choices=choices)
-        return LowRankPlusVecchiaFactor(found, columns, local)
+        return LowRankPlusVecchiaFactor(factor, pivots, jitter, local)
 
     def _low_rank(self, operator: LinearOperator) -> RandomlyPivotedCholesky:
         suited = min(max(operator.shape[-1] // ROWS_PER_COLUMN, 1), MAX_RANK)
         return RandomlyPivotedCholesky(suited if self.rank is None else self.rank)
 
 
-def _largest_left(operator: NoisyLinearOperator, found: PivotedCholeskyFactor) -> float:
+def _largest_left(operator: LinearOperator, factor: Tensor) -> float:
     """About the largest eigenvalue of K - L L^T over each row's noise: the trace over k, as if they fell like 1 / k^2."""
     _, diagonal, noise = kernel_and_noise(operator)
-    rest = diagonal - torch.linalg.vector_norm(found.factor, dim=-1).square()
-    return float((rest / noise).sum()) / max(found.rank, 1)
+    rest = diagonal - torch.linalg.vector_norm(factor, dim=-1).square()
+    return float((rest / noise).sum()) / max(factor.shape[-1], 1)
 
 
 def has_neighbours(operator: LinearOperator) -> bool:

@@ -63,22 +63,11 @@ class PivotedCholesky(LowRankRecipe):
             correct_diagonal: adds diag(K - L L^T), so that S has the diagonal of H.
             known: a factor of H, used if it has these pivots.
         """
-        _, diagonal, noise = kernel_and_noise(operator)
         if known is not None and pivots is not None and torch.equal(known.pivots, pivots):
             factor, jitter = known.factor, known.jitter
         else:
             factor, pivots, jitter = self.low_rank(operator, pivots, generator=generator)
-        # Sums of squares would need all squares in memory.
-        rest = (diagonal - torch.linalg.vector_norm(factor, dim=-1).square()).clamp_min(0)
-        mean = diagonal.mean(-1, keepdim=True)
-        eps = torch.finfo(diagonal.dtype).eps
-        if noise is None:
-            # The factor is exact on its pivots: the floor replaces the unknown noise there.
-            added = rest + 1e-3 * rest.mean(-1, keepdim=True) + eps**0.5 * mean
-        else:
-            # Never zero, so that S is positive definite without noise.
-            added = (noise + rest if correct_diagonal else noise).maximum(eps * mean)
-        return PivotedCholeskyFactor(factor, added, pivots, jitter)
+        return plus_diagonal(operator, factor, pivots, jitter, correct_diagonal=correct_diagonal)
 
     @torch.no_grad()
     def low_rank(
@@ -87,11 +76,6 @@ class PivotedCholesky(LowRankRecipe):
         """L [*b, n, k], its pivots [*b, k] and raised jitter [*b], see `build`."""
         kernel, diagonal, _ = kernel_and_noise(operator)
         generator = torch.Generator().manual_seed(0) if generator is None else generator
-        return self._factor(kernel, diagonal, pivots, generator)
-
-    def _factor(
-        self, kernel: LinearOperator, diagonal: Tensor, pivots: Tensor | None, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor, Tensor]:
         batch, size = diagonal.shape[:-1], diagonal.shape[-1]
         members = []
         for index in itertools.product(*map(range, batch)):
@@ -153,6 +137,24 @@ class RandomlyPivotedCholesky(PivotedCholesky):
             if len(chosen):
                 pivots, lower = candidates[chosen.to(candidates.device)], lower.to(partial.rest)
                 partial.append(torch.linalg.solve_triangular(lower, partial.rows(pivots), upper=False), pivots)
+
+
+def plus_diagonal(
+    operator: LinearOperator, factor: Tensor, pivots: Tensor, jitter: Tensor, *, correct_diagonal: bool = False
+) -> PivotedCholeskyFactor:
+    """L L^T of `PivotedCholesky.low_rank` plus the noise, see `PivotedCholesky.build`."""
+    _, diagonal, noise = kernel_and_noise(operator)
+    # Sums of squares would need all squares in memory.
+    rest = (diagonal - torch.linalg.vector_norm(factor, dim=-1).square()).clamp_min(0)
+    mean = diagonal.mean(-1, keepdim=True)
+    eps = torch.finfo(diagonal.dtype).eps
+    if noise is None:
+        # The factor is exact on its pivots: the floor replaces the unknown noise there.
+        added = rest + 1e-3 * rest.mean(-1, keepdim=True) + eps**0.5 * mean
+    else:
+        # Never zero, so that S is positive definite without noise.
+        added = (noise + rest if correct_diagonal else noise).maximum(eps * mean)
+    return PivotedCholeskyFactor(factor, added, pivots, jitter)
 
 
 class PartialCholesky:
