@@ -31,7 +31,7 @@ from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.basis import inverse_root
 from gpy_iterative.linear_operators.latent import LatentPrior
-from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
+from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, jittered_cholesky
 from gpy_iterative.linear_solvers.solution import SolveStatus
 
 #: Relative jitter of covariance blocks.
@@ -140,7 +140,7 @@ def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
     # At the maximum, for T = K S and G = S^T T, in coordinates with G = I,
     # dB = <E[g] b^T + E[W] Psi (I - Q^-1), dT> - <b b^T + (Q - I) (I - Q^-1), dG> / 2 - <E[W], dK_nn> / 2.
     b, precision = posterior.coefficients, posterior.precision
-    covariance = torch.cholesky_inverse(posterior.factor)
+    covariance = CholeskyFactor(posterior.factor, posterior.factor.dtype).inverse()
     identity = torch.eye(len(b), dtype=b.dtype, device=b.device)
     weighted = (posterior.curvature @ known).flatten(0, 1)
     right = torch.outer(posterior.gradient.flatten(), b) + weighted @ (identity - covariance)

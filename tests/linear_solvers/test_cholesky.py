@@ -75,3 +75,11 @@ def test_what_rounding_or_jitter_left_is_told() -> None:
     with pytest.warns(NumericalWarning, match="noise"):
         solution = Cholesky().solve(DenseLinearOperator(smooth), torch.sin(40 * points))
     assert solution.status is SolveStatus.STAGNATED
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_an_inverse_by_blocks_of_columns(batch: tuple[int, ...]) -> None:
+    matrix = oracles.problem(600, noise=0.1)[1].expand(*batch, 600, 600)
+    inverse = Cholesky().factorize(DenseLinearOperator(matrix)).inverse()
+    assert (inverse == inverse.mT).all()
+    torch.testing.assert_close(inverse, torch.linalg.inv(matrix))
