@@ -100,6 +100,25 @@ def test_loose_solves_are_close(expected: torch.Tensor, solver: gpi.solvers.Solv
     assert (scale.unsqueeze(-1) * (found.matrix - expected) * scale).abs().max() < 0.05
 
 
+def on_a_ridge(**options: object) -> gpi.mlls.HutchinsonMarginalLogLikelihood:
+    """Long lengthscales and little noise: data see outputscale over lengthscales cubed, and hardly anything else."""
+    mll = regression(**options)
+    mll.likelihood.noise, mll.model.covar_module.outputscale = 1.01e-4, 1000.0
+    mll.model.covar_module.base_kernel.lengthscale = 20.0
+    return mll
+
+
+def test_loose_solves_are_close_along_a_ridge_where_derivatives_cancel() -> None:
+    """Solutions for each derivative left 4% of this curvature; predicted gains were hundreds of times too large."""
+    exact, mll = on_a_ridge(), on_a_ridge(solver=ITERATIVE)
+    expected, found = (curvature(each, Coordinates(each)).matrix for each in (exact, mll))
+    scale = expected.diagonal().rsqrt()
+    values, vectors = torch.linalg.eigh(scale.unsqueeze(-1) * expected * scale)
+    assert values[0] < 1e-4
+    ridge = scale * vectors[:, 0]
+    assert 0.8 < float(ridge @ found @ ridge / values[0]) < 1.0001
+
+
 @pytest.mark.parametrize("tolerance", [0.9, 0.5, 0.1])
 def test_a_loose_solve_leaves_a_semi_definite_matrix_that_is_never_too_large(
     expected: torch.Tensor, tolerance: float, monkeypatch: pytest.MonkeyPatch

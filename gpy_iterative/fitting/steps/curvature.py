@@ -19,13 +19,14 @@ from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import conjugate_gradients
 from gpy_iterative.linear_solvers.solution import ColumnGroup
+from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.training.surrogate import surrogate
 from gpy_iterative.worker_threads import CPU
 
 #: Relative residual; the error of A is of second order in it.
 TOLERANCE = 0.1
-#: Smaller relative energies are rounding errors.
-LEAST_EIGENVALUE = 1e-5
+#: Smaller relative energies are rounding errors: of solutions; of derivatives, in units of the dtype's.
+LEAST_EIGENVALUE, ROUNDING = 1e-5, 10.0
 NOISE_SAMPLES = 3
 
 
@@ -64,25 +65,28 @@ def average_information(
     estimate = evaluation.estimate
     assert isinstance(estimate, DensityEstimate)
     columns = _Columns.of(evaluation, coordinates)
-    rhs = columns.joined
     if estimate.right is None:
         # Not from the exact gradient's weights: large targets would drown their H^-1 beside a a^T.
-        solutions = Cholesky().factorize(evaluation.system.operator).solve(rhs)
-        residual, epochs = torch.zeros_like(rhs), 0.0
+        solutions, epochs = Cholesky().factorize(evaluation.system.operator).solve(columns.joined), 0.0
+        energies = _symmetric(columns.joined.double().mT @ solutions.double())
     else:
         # At equal residuals, errors of other solvers have more energy: the matrix may be too small by half.
         solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else conjugate_gradients()
+        combine, back = _orthonormal(columns.joined, estimate.preconditioner)
+        combined = lambda vectors: (vectors.double() @ combine).to(columns.joined)
+        rhs = combined(columns.joined)
         is_fitting = initial_guess is not None and initial_guess.shape == rhs.shape
         solution = solver.solve(
             evaluation.system.operator,
             rhs,
             groups=(ColumnGroup("curvature", rhs.shape[-1], TOLERANCE),),
             preconditioner=estimate.preconditioner,
-            initial_guess=initial_guess.to(rhs) if is_fitting else None,
+            initial_guess=combined(initial_guess) if is_fitting else None,
             generator=generator,
         )
-        solutions, residual, epochs = solution.value, solution.residual, solution.stats.epochs
-    matrix = columns.information(solutions, residual, len(coordinates))
+        energies = back.mT @ _energies(*(t.double() for t in (rhs, solution.value, solution.residual))) @ back
+        solutions, epochs = (solution.value.double() @ back).to(rhs), solution.stats.epochs
+    matrix = columns.information(energies, len(coordinates))
     matrix = matrix + prior_information(mll, coordinates, evaluation.value.shape)
     correction = columns.correction(solutions, _residual(evaluation), len(coordinates))
     kept = None if estimate.right is None else solutions
@@ -116,15 +120,14 @@ class _Columns:
         joined = torch.stack(found, dim=-1) if found else system.residual.new_zeros(*system.residual.shape, 0)
         return cls(joined.detach(), list(of_matrix), list(of_mean))
 
-    def information(self, solutions: Tensor, residual: Tensor, size: int) -> Tensor:
-        """A [size, size] from V ~ H^-1 Q [*b, n, c] and Q - H V."""
+    def information(self, energies: Tensor, size: int) -> Tensor:
+        """A [size, size] from Q^T H^-1 Q [*b, c, c]."""
         matrix, count = torch.zeros(size, size, dtype=torch.float64, device=CPU), len(self.of_matrix)
         parts = ((self.of_matrix, slice(0, count), 0.5), (self.of_mean, slice(count, None), 1.0))
         for numbers, columns, factor in parts:
             if not numbers:
                 continue
-            q, v, rest = (t[..., columns].double() for t in (self.joined, solutions, residual))
-            block = factor * _energies(q, v, rest).reshape(-1, len(numbers), len(numbers)).sum(0).cpu()
+            block = factor * energies[..., columns, columns].reshape(-1, len(numbers), len(numbers)).sum(0).cpu()
             index = torch.tensor(numbers, dtype=torch.long, device=CPU)
             matrix[index.unsqueeze(-1), index] += block
         return matrix
@@ -143,21 +146,39 @@ def _residual(evaluation: Evaluation) -> Tensor:
     return system.residual - system.operator._matmul(weights.unsqueeze(-1)).squeeze(-1)
 
 
+def _orthonormal(q: Tensor, preconditioner: Preconditioner | None) -> tuple[Tensor, Tensor]:
+    """T and its pseudo-inverse [*b, c, c], float64: columns of Q T are orthonormal for P^-1, where P is the preconditioner.
+
+    Derivatives nearly cancel along ridges of the likelihood, as that of outputscale and lengthscales. Solutions for Q
+    would have errors beyond what they leave of A there; those for Q T have errors relative to every combination.
+    """
+    solved = q if preconditioner is None else preconditioner.to(q.dtype).solve(q)
+    gram = _symmetric(q.double().mT @ solved.double())
+    scale = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    values, vectors = torch.linalg.eigh(inverse.unsqueeze(-1) * gram * inverse.unsqueeze(-2))
+    roots = torch.where(values > ROUNDING * torch.finfo(q.dtype).eps, values, 0.0).sqrt()
+    combine = inverse.unsqueeze(-1) * vectors * torch.where(roots > 0, 1 / roots, 0.0).unsqueeze(-2)
+    return combine, roots.unsqueeze(-1) * vectors.mT * scale.unsqueeze(-2)
+
+
 def _energies(q: Tensor, v: Tensor, rest: Tensor) -> Tensor:
-    """Q^T H^-1 Q [*b, c, c] in the span of V ~ H^-1 Q: (V^T Q)^T (V^T H V)^-1 (V^T Q).
+    """Q^T H^-1 Q [*b, c, c] in the span of V ~ H^-1 Q: (V^T Q)^T (V^T H V)^-1 (V^T Q), for Q - H V.
 
     The Rayleigh-Ritz value is never negative nor too large, and has the error of the best combination of columns.
     """
-    cross, gram = v.mT @ q, v.mT @ (q - rest)
-    if not rest.any():
-        return (cross + cross.mT) / 2
+    cross, gram = v.mT @ q, _symmetric(v.mT @ (q - rest))
     scale = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     scale = torch.where(scale > 0, 1 / scale, 0.0)
     cross = scale.unsqueeze(-1) * cross
-    values, vectors = torch.linalg.eigh(scale.unsqueeze(-1) * (gram + gram.mT) / 2 * scale.unsqueeze(-2))
+    values, vectors = torch.linalg.eigh(scale.unsqueeze(-1) * gram * scale.unsqueeze(-2))
     inverse = torch.where(values > LEAST_EIGENVALUE, 1 / values, 0.0)
     projected = vectors.mT @ cross
     return projected.mT @ (inverse.unsqueeze(-1) * projected)
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.mT) / 2
 
 
 def log_prior(mll: gpytorch.mlls.MarginalLogLikelihood, batch_shape: torch.Size) -> Tensor:
