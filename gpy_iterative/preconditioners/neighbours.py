@@ -1,18 +1,21 @@
 """Orders of points, and nearest previous points."""
 
 import math
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 from scipy.spatial import cKDTree
 from torch import Tensor
 
-from gpy_iterative.worker_threads import num_threads
+from gpy_iterative.linear_operators.tiles.tiles import blocks
+from gpy_iterative.worker_threads import num_threads, run
 
 #: Growth of the trees' sizes.
 GROWTH = 1.5
-#: Neighbours per search of all points.
-FOUND = 2**22
+#: Neighbours that a worker looks for at a time.
+FOUND = 2**19
 #: Dimensions of trees for more inputs, which would visit most points.
 DIMENSIONS = 8
 
@@ -65,12 +68,23 @@ def previous_neighbours(points: Tensor, count: int) -> Tensor:
     result = np.zeros((size, count), dtype=np.int64)
     first = np.arange(count)
     result[:count] = np.where(first < first[:, None], first, 0)
-    start = count
+    levels = list(_growing(count, size))
+    trees = run([partial(cKDTree, coordinates[: rows.stop]) for rows in levels])
+    asked = math.ceil(GROWTH * count) + 8
+    tasks = [
+        partial(_fill, result, tree, coordinates, np.arange(part.start, part.stop), asked)
+        for rows, tree in zip(levels, trees, strict=True)
+        for part in blocks(rows.stop, math.ceil(FOUND / asked), rows.start)
+    ]
+    run(tasks)
+    return torch.from_numpy(result)
+
+
+def _growing(start: int, size: int) -> Iterator[slice]:
     while start < size:
         stop = min(size, math.ceil(GROWTH * start))
-        _fill(result, cKDTree(coordinates[:stop]), coordinates, np.arange(start, stop))
+        yield slice(start, stop)
         start = stop
-    return torch.from_numpy(result)
 
 
 def _principal_components(points: Tensor) -> Tensor:
@@ -80,22 +94,15 @@ def _principal_components(points: Tensor) -> Tensor:
     return centred @ torch.linalg.eigh(centred.mT @ centred).eigenvectors[:, -DIMENSIONS:]
 
 
-def _fill(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarray) -> None:
-    asked = math.ceil(GROWTH * result.shape[1]) + 8
+def _fill(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarray, asked: int) -> None:
+    """Fills rows from their nearest `asked` points, or as many as have enough previous ones."""
+    count = result.shape[1]
     while len(rows):
         asked = min(asked, tree.n)
-        parts = np.array_split(rows, math.ceil(len(rows) * asked / FOUND))
-        rows = np.concatenate([_fill_from(result, tree, points, part, asked) for part in parts])
-        asked *= 2
-
-
-def _fill_from(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarray, asked: int) -> np.ndarray:
-    """Fills rows from their nearest `asked` points; returns rows with too few previous ones."""
-    count = result.shape[1]
-    _, found = tree.query(points[rows], k=np.arange(1, asked + 1), workers=num_threads())
-    is_before = found < rows[:, None]
-    place = is_before.cumsum(1)
-    has_enough = place[:, -1] >= count
-    is_taken = (is_before & (place <= count))[has_enough]
-    result[rows[has_enough]] = found[has_enough][is_taken].reshape(-1, count)
-    return rows[~has_enough]
+        _, found = tree.query(points[rows], k=np.arange(1, asked + 1))
+        is_before = found < rows[:, None]
+        place = is_before.cumsum(1)
+        has_enough = place[:, -1] >= count
+        is_taken = (is_before & (place <= count))[has_enough]
+        result[rows[has_enough]] = found[has_enough][is_taken].reshape(-1, count)
+        rows, asked = rows[~has_enough], 2 * asked

@@ -138,7 +138,7 @@ class RandomlyPivotedCholesky(PivotedCholesky):
                 pivots = candidates[chosen.to(candidates.device)]
                 rows, lower, inverse = partial.rows(pivots), lower.to(partial.rest), _inverse(lower).to(partial.rest)
                 columns = inverse @ rows
-                # Corrected, because the inverse of an ill-conditioned block would leave more than rounding errors on pivots.
+                # Corrected: the inverse of an ill-conditioned block would leave more than rounding errors on pivots.
                 partial.append(columns + inverse @ (rows - lower @ columns), pivots)
 
 
