@@ -134,10 +134,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             self.likelihood, function_dist, target, params, kwargs, products=self.products, caches=self._caches
         )
         has_been_in_float64 = self._run.is_in_float64(system.operator)  # and stays there
-        is_in_float64 = has_been_in_float64 or self._is_always_in_float64(system.operator.shape[-1])
-        if is_in_float64 or system.is_rounded(ROUNDING_IN_TRAINING):
-            system = system.in_float64()
-        system = system.with_suited_products()
+        in_float64 = has_been_in_float64 or self._is_always_in_float64(system.operator.shape[-1])
+        system = system.suited(ROUNDING_IN_TRAINING, in_float64=in_float64)
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():  # later steps cannot use inference tensors
             operator = system.operator.clone() if is_inference else system.operator

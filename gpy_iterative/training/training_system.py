@@ -45,18 +45,36 @@ class TrainingSystem:
     def batch_shape(self) -> torch.Size:
         return self.residual.shape[:-1]
 
-    def is_rounded(self, limit: float) -> bool:
+    def suited(self, most_rounding: float, *, in_float64: bool = False) -> "TrainingSystem":
+        """The system in the precision and with the products that its noise needs, as far as n allows.
+
+        In float64 if `in_float64`, or if rounding moves the value by more than `most_rounding` nats; with tiles if errors
+        of an automatic far field would exceed the noise. Warns as `_in_float64`.
+        """
+        system = self._in_float64() if in_float64 or self._is_rounded(most_rounding) else self
+        operator, size = system.operator, system.operator.shape[-1]
+        if size > MOST_ROWS_IN_TILES or not isinstance(operator, NoisyLinearOperator):
+            return system
+        if size < FAR_FIELD_ROWS.on(operator.device):
+            return system
+        # Entries have independent errors, so those of a product grow with the root of n.
+        errors = automatic_tolerance(size, operator.dtype) * size**0.5 * operator.signal_to_noise()
+        if not bool((errors > 1).any()):
+            return system
+        return replace(system, operator=without_automatic_far_field(operator))
+
+    def _is_rounded(self, limit: float) -> bool:
         """Whether rounding moves the value by more than `limit` nats, and n is small enough for float64."""
         operator = self.operator
         if operator.dtype == torch.float64 or not isinstance(operator, NoisyLinearOperator):
             return False
         return operator.shape[-1] <= MOST_ROWS_IN_FLOAT64 and bool((operator.rounding() > limit).any())
 
-    def in_float64(self) -> "TrainingSystem":
-        """The system in float64; warns where rounding remains in matrices that GPyTorch has evaluated in float32."""
+    def _in_float64(self) -> "TrainingSystem":
+        """Warns where rounding remains in matrices that GPyTorch has evaluated in float32."""
         if self.operator.dtype == torch.float64:
             return self
-        if _has_evaluated_matrix(self.operator) and self.is_rounded(ROUNDING_IN_TRAINING):
+        if _has_evaluated_matrix(self.operator) and self._is_rounded(ROUNDING_IN_TRAINING):
             warn(
                 "GPyTorch evaluates this model's kernel matrix in float32, and the noise is not large beside its rounding: "
                 "likelihoods and predictions may be wrong. Use float64 (model.double(), and the data), or for a product "
@@ -64,19 +82,6 @@ class TrainingSystem:
                 ApproximationWarning,
             )
         return replace(self, operator=in_float64(self.operator), residual=self.residual.double())
-
-    def with_suited_products(self) -> "TrainingSystem":
-        """With tiles if errors of an automatic far field would exceed the noise, and n is small enough."""
-        operator, size = self.operator, self.operator.shape[-1]
-        if size > MOST_ROWS_IN_TILES or not isinstance(operator, NoisyLinearOperator):
-            return self
-        if size < FAR_FIELD_ROWS.on(operator.device):
-            return self
-        # Entries have independent errors, so those of a product grow with the root of n.
-        errors = automatic_tolerance(size, operator.dtype) * size**0.5 * operator.signal_to_noise()
-        if not bool((errors > 1).any()):
-            return self
-        return replace(self, operator=without_automatic_far_field(operator))
 
     def terms(self) -> list[KernelTerm]:
         """Raises SpectralDensityMissingError if the prior is no sum of kernels."""

@@ -288,11 +288,12 @@ def test_rounding_of_a_matrix_that_gpytorch_evaluated_is_told(is_grid: bool, noi
 def test_too_many_rows_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = to_linear_operator(20 * torch.ones(N, N))
     system = TrainingSystem(None, NoisyLinearOperator(kernel, torch.full((N,), 1e-4)), torch.zeros(N), None)  # type: ignore[arg-type]
-    assert system.is_rounded(0.5)
-    assert not system.is_rounded(100.0)
-    assert not system.in_float64().is_rounded(0.5)
+    assert system.suited(0.5).operator.dtype == torch.float64
+    assert system.suited(100.0).operator is system.operator
+    assert system.suited(100.0, in_float64=True).operator.dtype == torch.float64
     monkeypatch.setattr(training_system, "MOST_ROWS_IN_FLOAT64", N - 1)
-    assert not system.is_rounded(0.5)
+    assert system.suited(0.5).operator is system.operator
+    assert system.suited(0.5, in_float64=True).operator.dtype == torch.float64
 
 
 def test_tiles_replace_an_automatic_far_field_whose_errors_exceed_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +305,7 @@ def test_tiles_replace_an_automatic_far_field_whose_errors_exceed_the_noise(monk
     def system(noise: float, far_field: Any = "auto") -> TrainingSystem:
         operator = kernel_operator(kernel(x), KernelProducts(far_field=far_field)).detach()
         noisy = NoisyLinearOperator(operator, torch.full((len(x),), noise, dtype=torch.float64))
-        return TrainingSystem(None, noisy, torch.zeros(len(x)), None).with_suited_products()  # type: ignore[arg-type]
+        return TrainingSystem(None, noisy, torch.zeros(len(x)), None).suited(0.5)  # type: ignore[arg-type]
 
     assert far_field_error(system(1.0).operator) is not None
     assert far_field_error(system(1e-4).operator) is None

@@ -38,7 +38,7 @@ from gpy_iterative.training.training_system import training_system
 
 logger = logging.getLogger(__name__)
 
-#: Nats, see `TrainingSystem.is_rounded`.
+#: Nats, see `TrainingSystem.suited`.
 ROUNDING_IN_PREDICTIONS = 0.1
 #: Up to this size factor and triangular solves cost no more than projections.
 EXACT_VARIANCES_BELOW = 6000
@@ -297,9 +297,7 @@ class PathwisePosterior:
         # Factors of a batch count together.
         is_exact = isinstance(self._solver, Cholesky) or system.operator.shape.numel() <= self._exact_below**2
         was_in_float64 = known is not None and known.system.operator.dtype == torch.float64
-        if was_in_float64 or is_exact or system.is_rounded(ROUNDING_IN_PREDICTIONS):
-            system = system.in_float64()
-        system = system.with_suited_products()
+        system = system.suited(ROUNDING_IN_PREDICTIONS, in_float64=was_in_float64 or is_exact)
         solver = self._solver or (Cholesky() if is_exact else prediction_solver(system))
         solves = TrainingSolves(
             system,
