@@ -3,7 +3,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.models import ExactGP
+from gpytorch.models import GP, ExactGP
 from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import (
     BlockInterleavedLinearOperator,
@@ -55,7 +55,7 @@ def joint_prior(
     batch, num_test = inputs[0].shape[:-2], inputs[0].shape[-2]
     is_list = bool(batch) and not batch_shape
     points = [x.reshape(-1, x.shape[-1]) for x in inputs] if is_list else inputs
-    joint = prior_at(model, [torch.cat(in_one_batch(pair), dim=-2) for pair in zip(train, points, strict=True)])
+    joint = prior_at_both(model, train, points)
 
     outputs = joint.event_shape[1:].numel()
     size = train[0].shape[-2] * outputs
@@ -104,6 +104,11 @@ def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Te
         if x.is_floating_point():
             check_finite("x", x)
     return columns
+
+
+def prior_at_both(model: GP, train: Sequence[Tensor], test: Sequence[Tensor]) -> MultivariateNormal:
+    """The prior at the training inputs, then the test inputs."""
+    return prior_at(model, [torch.cat(in_one_batch(pair), dim=-2) for pair in zip(train, test, strict=True)])
 
 
 def in_one_batch(inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.prediction.blocks import product
-from gpy_iterative.exact.prediction.joint_prior import checked_inputs, covariance_blocks, graph_for, in_one_batch
+from gpy_iterative.exact.prediction.joint_prior import checked_inputs, covariance_blocks, graph_for, prior_at_both
 from gpy_iterative.linear_operators.latent import latent_operator, latent_prior, num_latents
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -82,7 +82,7 @@ def latent_blocks(
     model: GP, train: Sequence[Tensor], test: Sequence[Tensor], products: KernelProducts
 ) -> tuple[Tensor, LinearOperator, LinearOperator]:
     """The prior's mean [t, C], K(x, X) [t C, n C] and K(x, x) [t C, t C]."""
-    joint = prior_at(model, [torch.cat(in_one_batch(pair), dim=-2) for pair in zip(train, test, strict=True)])
+    joint = prior_at_both(model, train, test)
     once = replace(products, cache_memory=0)
     points, latents = train[0].shape[-2], num_latents(joint)
     covariance = joint.lazy_covariance_matrix
