@@ -29,7 +29,7 @@ from gpy_iterative.exact.estimates import (
 )
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior
 from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Whitened, suited_to
-from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_data, check_likelihood
+from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_likelihood, checked_system
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 from gpy_iterative.linear_solvers.base import Solver
@@ -43,13 +43,7 @@ from gpy_iterative.training.report import MarginalLogLikelihoodReport
 from gpy_iterative.training.run import Resumable, Run
 from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
-from gpy_iterative.training.training_system import (
-    ROUNDING_IN_TRAINING,
-    TrainingSystem,
-    check_hyperparameters,
-    check_inputs,
-    linear_system,
-)
+from gpy_iterative.training.training_system import ROUNDING_IN_TRAINING, TrainingSystem, check_inputs
 from gpy_iterative.worker_threads import divided
 
 logger = logging.getLogger(__name__)
@@ -128,11 +122,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         """`forward`, with the system and the solves."""
         start = time.perf_counter()
         check_autocast()
-        check_data(self.model, function_dist, target)
-        check_hyperparameters(self.model.named_parameters())
-        system = linear_system(
-            self.likelihood, function_dist, target, params, kwargs, products=self.products, caches=self._caches
-        )
+        given = self.likelihood, self.model, function_dist, target, params, kwargs
+        system = checked_system(*given, products=self.products, caches=self._caches)
         has_been_in_float64 = self._run.is_in_float64(system.operator)  # and stays there
         in_float64 = has_been_in_float64 or self._is_always_in_float64(system.operator.shape[-1])
         system = system.suited(ROUNDING_IN_TRAINING, in_float64=in_float64)

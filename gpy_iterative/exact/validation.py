@@ -1,7 +1,10 @@
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import gpytorch
 import torch
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.likelihoods import _GaussianLikelihoodBase
+from gpytorch.likelihoods import Likelihood, _GaussianLikelihoodBase
 from gpytorch.models import ExactGP
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -11,7 +14,15 @@ from gpy_iterative.checks import check_finite, check_same_kind
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.linear_operators.from_gpytorch import observed_data
-from gpy_iterative.training.training_system import check_inputs, prior_at
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.tiles.cache import TileCaches
+from gpy_iterative.training.training_system import (
+    TrainingSystem,
+    check_hyperparameters,
+    check_inputs,
+    linear_system,
+    prior_at,
+)
 
 
 def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.nn.Module, mll: str) -> None:
@@ -87,7 +98,18 @@ def check_layers(model: torch.nn.Module, *, batches: bool) -> None:
         )
 
 
-def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
+def checked_system(
+    likelihood: Likelihood,
+    model: ExactGP,
+    function_dist: MultivariateNormal,
+    target: Tensor,
+    params: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    products: KernelProducts,
+    caches: TileCaches | None = None,
+) -> TrainingSystem:
+    """`linear_system` of a training step. Raises as `GaussianMarginalLogLikelihood.forward`, before any work."""
     check_fit(model, function_dist, target)
     check_layers(model, batches=False)
     check_inputs(model)
@@ -106,6 +128,8 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
     observed = observed_data(function_dist, target)
     if not (function_dist.event_shape.numel() if observed is None else observed.any()):
         raise ValueError("There is no observed target: pass data with at least one target that is not NaN.")
+    check_hyperparameters(model.named_parameters())
+    return linear_system(likelihood, function_dist, target, params, kwargs, products=products, caches=caches)
 
 
 #: Largest angle of a step straight back, in sqrt(eps).

@@ -6,12 +6,12 @@ import torch
 from gpytorch.kernels import InducingPointKernel
 
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
-from gpy_iterative.exact.validation import check_data
+from gpy_iterative.exact.validation import checked_system
 from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
 from gpy_iterative.fitting.steps.directional import directional_product
 from gpy_iterative.fitting.steps.quasi_newton import HasExactValues
 from gpy_iterative.training.likelihood_params import likelihood_arguments
-from gpy_iterative.training.training_system import TrainingSystem, check_has_data, linear_system, to_training_mode
+from gpy_iterative.training.training_system import TrainingSystem, check_has_data, to_training_mode
 
 Method = Literal["auto", "average_information", "quasi_newton", "adam"]
 
@@ -80,5 +80,5 @@ def system_now(mll: GaussianMarginalLogLikelihood, params: Sequence[Any] = ()) -
     check_has_data(model)
     to_training_mode(mll, model, mll.likelihood)
     prior, targets = model(*model.train_inputs), model.train_targets
-    check_data(model, prior, targets)
-    return linear_system(mll.likelihood, prior, targets, likelihood_arguments(mll, params), {}, products=mll.products)
+    given = mll.likelihood, model, prior, targets, likelihood_arguments(mll, params), {}
+    return checked_system(*given, products=mll.products)
