@@ -184,15 +184,13 @@ def low_precision_copy(operator: LinearOperator) -> LinearOperator | None:
 
     A kernel whose dtype or code does not allow float32 raises ValueError.
     """
-    if not _has_low_precision(operator):
+    if all(part.products.precision == "native" for part in all_parts(operator) if hasattr(part, "products")):
         return None
     return _converted(operator, "low_precision_copy", lambda tensor: tensor.detach().float(), torch.float32)
 
 
 def native_precision(operator: LinearOperator) -> LinearOperator:
     """The operator with `precision="native"`; it shares tensors, gradients and kept tiles."""
-    if not _has_low_precision(operator):
-        return operator
     return _converted(operator, "native_precision", lambda tensor: tensor)
 
 
@@ -207,10 +205,6 @@ def in_float64(operator: LinearOperator, *, keeps_tiles: bool = True) -> LinearO
     Entries of a kernel whose code does not allow float64 are converted.
     """
     return _converted(operator, "in_float64", torch.Tensor.double, torch.float64, keeps_tiles=keeps_tiles)
-
-
-def _has_low_precision(operator: LinearOperator) -> bool:
-    return any(part.products.precision != "native" for part in all_parts(operator) if hasattr(part, "products"))
 
 
 def _converted(

@@ -150,6 +150,8 @@ class TiledLinearOperator(LinearOperator):
         return rebuilt(self, lower, products=self._native_products(), cache=self.cache.low_precision)
 
     def native_precision(self) -> LinearOperator:
+        if self.products.precision == "native":
+            return self
         return rebuilt(self, lambda part: part, products=self._native_products())
 
     def without_automatic_far_field(self) -> LinearOperator:
