@@ -14,7 +14,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_autocast
+from gpy_iterative.checks import check_autocast, check_same_kind
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import far_field_error, low_precision_copy, rows_matmul
 from gpy_iterative.linear_solvers.solution import ColumnGroup, FarFieldLimit, SolveProgress
@@ -64,10 +64,7 @@ class LinearSystem:
             raise ValueError(
                 f"The right-hand side has shape {tuple(rhs.shape)}, which does not fit the operator's {tuple(shape)}."
             )
-        if (rhs.dtype, rhs.device) != (operator.dtype, operator.device):
-            raise ValueError(
-                f"The right-hand side is {rhs.dtype} on {rhs.device}, the operator {operator.dtype} on {operator.device}."
-            )
+        check_same_kind("The right-hand side", rhs, "the operator", operator)
         if sum(group.size for group in self.groups) != rhs.shape[-1]:
             raise ValueError(f"The groups' sizes do not add up to {rhs.shape[-1]} columns: {self.groups}.")
         guess = self.initial_guess
