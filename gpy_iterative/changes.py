@@ -28,27 +28,21 @@ class SeenValues:
 
 @dataclass(frozen=True)
 class SeenVersions:
-    """Tensors recognised by identity and version; inference tensors, which have no version, by identity and value.
+    """Tensors recognised by identity and version; inference tensors, which have no version, by identity and value."""
 
-    With `views`, another view of the same entries counts as the tensor.
-    """
-
-    references: tuple[weakref.ref[Tensor], ...] = ()  # to tensors or their bases
-    states: tuple[object, ...] = ()
-    views: bool = False
+    references: tuple[weakref.ref[Tensor], ...] = ()
+    versions: tuple[int | None, ...] = ()
     values: tuple[Tensor, ...] = ()  # copies of inference tensors
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], *, views: bool = False) -> "SeenVersions":
-        seen = [_as_seen(tensor, views) for tensor in tensors]
-        references, states = tuple(weakref.ref(tensor) for tensor, _ in seen), tuple(state for _, state in seen)
-        return cls(references, states, views, tuple(tensor.clone() for tensor in filter(Tensor.is_inference, tensors)))
+    def of(cls, tensors: Sequence[Tensor]) -> "SeenVersions":
+        values = tuple(tensor.clone() for tensor in filter(Tensor.is_inference, tensors))
+        return cls(tuple(map(weakref.ref, tensors)), tuple(map(_version, tensors)), values)
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        seen = [_as_seen(tensor, self.views) for tensor in tensors]
         return (
-            self.states == tuple(state for _, state in seen)
-            and all(reference() is tensor for reference, (tensor, _) in zip(self.references, seen, strict=True))
+            self.versions == tuple(map(_version, tensors))
+            and all(reference() is tensor for reference, tensor in zip(self.references, tensors, strict=True))
             and all(map(same_tensor, self.values, filter(Tensor.is_inference, tensors)))
         )
 
@@ -94,13 +88,8 @@ def same_tensor(left: Tensor, right: Tensor) -> bool:
     return left.is_floating_point() and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
-def _as_seen(tensor: Tensor, views: bool) -> tuple[Tensor, object]:
-    """The recognised tensor and its state."""
-    version = None if tensor.is_inference() else tensor._version
-    if not views:
-        return tensor, version
-    layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-    return tensor if tensor._base is None else tensor._base, (version, layout)
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _counting_writes(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:
