@@ -39,8 +39,8 @@ DISTRIBUTIONS = {
     "features 4000, as published": partial(RandomFeatures, num_frequencies=4000, corrected=False),
     "Gaussian": Gaussian,
     "Rademacher": Rademacher,
-    "pivoted Cholesky 100": partial(Preconditioned, rank=100, correct_diagonal=False),
-    "pivoted Cholesky 100, diagonal corrected": partial(Preconditioned, rank=100),
+    "pivoted Cholesky 100": partial(Preconditioned, correct_diagonal=False),
+    "pivoted Cholesky 100, diagonal corrected": Preconditioned,
     "Vecchia 30": partial(Whitened, recipe=Vecchia(30)),
     "low rank plus Vecchia": partial(Whitened, recipe=LowRankPlusVecchia()),
 }

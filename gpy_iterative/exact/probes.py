@@ -7,8 +7,7 @@ S = I is Hutchinson's estimator; an S near H has less variance. For fixed draws,
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -112,22 +111,21 @@ class Preconditioned(ProbeDistribution):
     """S = L L^T + diag(d): a pivoted Cholesky factor of K with frozen pivots, missing diagonal and noise.
 
     Args:
+        recipe: of the factor, of rank k.
         correct_diagonal: give S the diagonal of H.
-        recipe: replaces `rank`.
 
-    Cost: `rank` kernel rows, n rank (rank + s) multiply-adds.
+    Cost: k kernel rows, n k (k + s) multiply-adds.
     """
 
-    rank: int = 100
+    recipe: PivotedCholesky = field(default=PivotedCholesky(rank=100))
     correct_diagonal: bool = True
-    recipe: PivotedCholesky | None = None
     residual_of_one: ClassVar[float | None] = 0.12
 
     @divided()
     def draw(
         self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
-        factor = self._factor_recipe.build(operator, correct_diagonal=self.correct_diagonal, generator=generator)
+        factor = self.recipe.build(operator, correct_diagonal=self.correct_diagonal, generator=generator)
         return {
             "pivots": factor.pivots,
             "base": random_signs(operator, factor.num_signs, self.num_probes, generator),
@@ -136,17 +134,13 @@ class Preconditioned(ProbeDistribution):
     @divided()
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
         known = others.covariance if others is not None else None
-        factor = self._factor_recipe.build(
+        factor = self.recipe.build(
             operator,
             pivots=draws["pivots"],
             correct_diagonal=self.correct_diagonal,
             known=known if isinstance(known, PivotedCholeskyFactor) else None,
         )
         return Probes(*factor.sample(draws["base"]), factor)
-
-    @cached_property
-    def _factor_recipe(self) -> PivotedCholesky:
-        return PivotedCholesky(rank=self.rank) if self.recipe is None else self.recipe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,6 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         likelihood: to train, or None.
         num_data: n.
         num_steps: of the training.
-        head_learning_rate: of `HeadNaturalGradient`.
         learning_rate: of Adagrad.
         hyper_learning_rate: of Adam; 0 fixes hyperparameters. None is .05 with a head alone, else 1e-5, as random features
             bias them.
@@ -158,7 +157,6 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         *,
         num_data: int,
         num_steps: int,
-        head_learning_rate: float = 0.5,
         learning_rate: float = 0.1,
         hyper_learning_rate: float | None = None,
         final_fraction: float = 1e-2,
@@ -183,7 +181,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         own = [] if likelihood is None else list(likelihood.parameters())
         sampled = [*_other_weights(model.weights, has_own_head), *model.basis.sampled_parameters()]
         if has_own_head:
-            optimizers.append(HeadNaturalGradient(model.weights, num_data=num_data, lr=head_learning_rate))
+            optimizers.append(HeadNaturalGradient(model.weights, num_data=num_data))
         if sampled:
             optimizers.append(torch.optim.Adagrad(sampled, lr=learning_rate))
         if type(likelihood) is GaussianLikelihood and likelihood.noise_covar.raw_noise.requires_grad:

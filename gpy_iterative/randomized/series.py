@@ -98,12 +98,7 @@ class SeriesOptions:
     def probes(self) -> ProbeDistribution:
         if self.preconditioner is None:
             return Rademacher(num_probes=self.num_probes)
-        return Preconditioned(
-            num_probes=self.num_probes,
-            rank=self.preconditioner.rank,
-            correct_diagonal=False,
-            recipe=self.preconditioner,
-        )
+        return Preconditioned(num_probes=self.num_probes, recipe=self.preconditioner, correct_diagonal=False)
 
 
 class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):

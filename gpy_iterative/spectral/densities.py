@@ -171,13 +171,13 @@ def growth(count: int, uniform: Callable, greatest: float, share: float) -> Tens
     return greatest ** (1 - (1 - place) / share).clamp_min(0)
 
 
-def gamma_quantile(probability: Tensor, alpha: Tensor, iterations: int = 60) -> Tensor:
+def gamma_quantile(probability: Tensor, alpha: Tensor) -> Tensor:
     """Quantiles [*b, count] of Gamma(alpha, rate alpha) for probabilities [count] and alpha [*b, 1], by bisection."""
     target, shape = probability.double(), alpha.double()
     target, shape = torch.broadcast_tensors(target, shape)
     # Below exp(-700) the root is zero; no quantile exceeds exp(50).
     low, high = torch.full_like(target, -700.0), torch.full_like(target, 50.0)
-    for _ in range(iterations):
+    for _ in range(60):  # to 750 / 2^60
         middle = (low + high) / 2
         below = torch.special.gammainc(shape, shape * middle.exp()) < target
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)

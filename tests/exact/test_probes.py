@@ -29,6 +29,7 @@ from gpy_iterative.preconditioners import (
     LowRankPlusDiagonal,
     LowRankPlusVecchia,
     LowRankPlusVecchiaFactor,
+    PivotedCholesky,
     PivotedCholeskyFactor,
     RandomlyPivotedCholesky,
     SparseInverseCholesky,
@@ -42,8 +43,10 @@ N = 40
 DISTRIBUTIONS = {
     "rademacher": lambda s: Rademacher(num_probes=s),
     "gaussian": lambda s: Gaussian(num_probes=s),
-    "preconditioned": lambda s: Preconditioned(num_probes=s, rank=5),
-    "preconditioned, diagonal as it is": lambda s: Preconditioned(num_probes=s, rank=5, correct_diagonal=False),
+    "preconditioned": lambda s: Preconditioned(num_probes=s, recipe=PivotedCholesky(rank=5)),
+    "preconditioned, diagonal as it is": lambda s: Preconditioned(
+        num_probes=s, recipe=PivotedCholesky(rank=5), correct_diagonal=False
+    ),
     "preconditioned, random pivots": lambda s: Preconditioned(num_probes=s, recipe=RandomlyPivotedCholesky(rank=5)),
     "whitened": lambda s: Whitened(num_probes=s, recipe=Vecchia(5)),
     "whitened, maximin": lambda s: Whitened(num_probes=s, recipe=Vecchia(5, ordering="maximin")),
@@ -142,7 +145,7 @@ def test_the_expectation_given_frequencies_and_pivots_is_exactly_the_trace(name:
 
 def test_pivots_that_rounding_has_made_dependent_leave_the_expectation_exact() -> None:
     operator, _, derivatives, _ = system()
-    distribution = Preconditioned(num_probes=1, rank=20)
+    distribution = Preconditioned(num_probes=1, recipe=PivotedCholesky(rank=20))
     with torch.no_grad():
         draws = identity_draws(distribution.draw(operator, None, torch.Generator().manual_seed(1)))
         # A smooth kernel with errors, in which half of the pivots carry something.
