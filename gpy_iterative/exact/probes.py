@@ -26,6 +26,7 @@ from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecch
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky, PivotedCholeskyFactor
 from gpy_iterative.preconditioners.preconditioner import SampledPreconditioner
 from gpy_iterative.preconditioners.vecchia import Vecchia
+from gpy_iterative.random_numbers import integers, normal
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.worker_threads import divided
@@ -275,12 +276,9 @@ def _prior(operator: LinearOperator, terms: Terms) -> tuple[NoisyLinearOperator,
 
 
 def standard_normal(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    shape = (*operator.batch_shape, rows, columns)
-    draws = torch.randn(shape, generator=generator, device=generator.device, dtype=operator.dtype)
-    return draws.to(operator.device)
+    return normal((*operator.batch_shape, rows, columns), generator, operator.device, operator.dtype)
 
 
 def random_signs(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    shape = (*operator.batch_shape, rows, columns)
-    bits = torch.randint(0, 2, shape, generator=generator, device=generator.device)
+    bits = integers(2, (*operator.batch_shape, rows, columns), generator)
     return (2 * bits - 1).to(dtype=operator.dtype, device=operator.device)

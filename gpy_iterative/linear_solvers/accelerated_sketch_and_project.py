@@ -18,9 +18,10 @@ from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.cholesky import block_cholesky
 from gpy_iterative.linear_solvers.columns import Iterate
-from gpy_iterative.linear_solvers.stochastic_descent import WayBack, largest_eigenvalue, row_permutation
+from gpy_iterative.linear_solvers.stochastic_descent import WayBack, largest_eigenvalue
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.nystrom import Nystrom
+from gpy_iterative.random_numbers import permutation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         return replace(self._begin(iterate, state.convexity, state.generator), curvature=state.curvature)
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
-        rows = row_permutation(operator, state.generator)[: self.block_size]
+        rows = permutation(operator.shape[-1], state.generator, operator.device)[: self.block_size]
         matrix = dense_rows(operator, rows)
         update, curvature = self._solve_block(matrix[:, rows], state.ahead_residual[rows], state.generator)
         product = matrix.mT @ update

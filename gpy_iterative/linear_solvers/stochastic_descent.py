@@ -19,6 +19,7 @@ from gpy_iterative.checks import check_count, check_number, check_positive, chec
 from gpy_iterative.linear_operators.extensions import dense_rows, rows_matmul
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.columns import READS_EVERY, Iterate
+from gpy_iterative.random_numbers import normal, permutation
 from gpy_iterative.worker_threads import CPU
 
 #: Power iterations stop when the eigenvalue grows by less than this part.
@@ -129,15 +130,9 @@ class StochasticDescent(IterativeSolver[State]):
         )
 
 
-def row_permutation(operator: LinearOperator, generator: torch.Generator) -> Tensor:
-    order = torch.randperm(operator.shape[-1], generator=generator, device=generator.device)
-    return order.to(operator.device)
-
-
 def largest_eigenvalue(operator: LinearOperator, generator: torch.Generator) -> tuple[float, int]:
     """A lower bound, and the number of products."""
-    shape, device = (operator.shape[-1], 1), generator.device
-    vector = torch.randn(shape, generator=generator, device=device, dtype=operator.dtype).to(operator.device)
+    vector = normal((operator.shape[-1], 1), generator, operator.device, operator.dtype)
     largest = 0.0
     for iteration in range(1, MAX_POWER_ITERATIONS + 1):
         vector = operator._matmul(vector / torch.linalg.vector_norm(vector))
@@ -176,7 +171,7 @@ class StochasticGradientDescent(StochasticDescent[_GradientState]):
     def step(self, operator: LinearOperator, iterate: Iterate, state: _GradientState) -> _GradientState:
         # A short last batch would step too far.
         if state.position + min(self.batch_size, operator.shape[-1]) > len(state.order):
-            state = replace(state, order=row_permutation(operator, state.generator), position=0)
+            state = replace(state, order=permutation(operator.shape[-1], state.generator, operator.device), position=0)
         rows = state.order[state.position : state.position + self.batch_size]
         gradient = rows_matmul(operator, rows, iterate.value) - iterate.rhs[rows]
         state.momentum.mul_(self.momentum)
@@ -227,7 +222,7 @@ class StochasticDualDescent(StochasticDescent[_DualState]):
         check_rate("averaging", self.averaging)
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _DualState) -> _DualState:
-        rows = row_permutation(operator, state.generator)[: self.batch_size]
+        rows = permutation(operator.shape[-1], state.generator, operator.device)[: self.batch_size]
         ahead = state.residual[rows] - self.momentum * state.velocity_product[rows]
         change = (state.learning_rate / len(rows)) * ahead
         state.velocity.mul_(self.momentum)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
+from gpy_iterative.random_numbers import integers, permutation
 
 #: Larger shares are drawn by a permutation.
 LARGE_SHARE = 0.25
@@ -13,19 +14,19 @@ LARGE_SHARE = 0.25
 
 def ring_block(total: int, size: int, generator: torch.Generator) -> Tensor:
     """Consecutive numbers modulo `total`, [size]; each has probability size / total."""
-    start = torch.randint(total, (), generator=generator, device=generator.device)
+    start = integers(total, (), generator)
     return (start + torch.arange(size, device=generator.device)) % total
 
 
 def uniform_subset(total: int, size: int, generator: torch.Generator) -> Tensor:
     """Distinct uniform numbers, [size]."""
     if size > LARGE_SHARE * total:
-        return torch.randperm(total, generator=generator, device=generator.device)[:size]
+        return permutation(total, generator)[:size]
     found = torch.empty(0, dtype=torch.int64, device=generator.device)
     while len(found) < size:
-        more = torch.randint(total, (2 * size,), generator=generator, device=generator.device)
+        more = integers(total, (2 * size,), generator)
         found = torch.cat([found, more]).unique()
-    return found[torch.randperm(len(found), generator=generator, device=generator.device)[:size]]
+    return found[permutation(len(found), generator)[:size]]
 
 
 def draw_set(total: int, size: int, generator: torch.Generator, *, ring: bool = False) -> Tensor:

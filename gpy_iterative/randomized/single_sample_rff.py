@@ -11,6 +11,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
+from gpy_iterative import random_numbers
 from gpy_iterative.checks import check_count, check_flag
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
@@ -124,8 +125,8 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
         grid = self._grid(num_data)
         probabilities = self._probabilities(grid, run)
-        uniform = torch.rand((), generator=generator, device=generator.device, dtype=torch.float64).cpu()
-        index = int(torch.searchsorted(probabilities.cumsum(0), uniform).clamp_max(len(grid) - 2)) + 1
+        drawn = random_numbers.uniform((), generator, CPU)
+        index = int(torch.searchsorted(probabilities.cumsum(0), drawn).clamp_max(len(grid) - 2)) + 1
         # The exact term needs no features of its own.
         count = int(grid[index - 1] if self._is_exact(grid, index) else grid[index])
         return count, {"index": torch.tensor(index, device=CPU), "probability": probabilities[index - 1]}

@@ -12,6 +12,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from gpy_iterative import random_numbers
 from gpy_iterative.checks import check_count, check_number
 from gpy_iterative.worker_threads import CPU
 
@@ -110,7 +111,7 @@ class ExponentialTruncation:
 
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
         """See `Truncation.sample`."""
-        uniform = torch.rand(tuple(size), generator=generator, device=generator.device, dtype=torch.float64).cpu()
+        uniform = random_numbers.uniform(size, generator, CPU)
         if self.rate == 0:
             beyond = uniform * self._support
         else:

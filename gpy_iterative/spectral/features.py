@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpy_iterative import random_numbers
 from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.linear_operators.radial_inputs import side_by_side
@@ -42,12 +43,11 @@ class RandomFourierFeatures:
 
         # One float32 chi-square in 2^24 would be zero: an infinite frequency.
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float64).to(device)
+            return random_numbers.normal(shape, generator, device)
 
         def uniform(*shape: int) -> Tensor:
-            draws = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
             # Quantiles of 0 and 1 are 0 and infinity.
-            return draws.clamp(1e-12, 1 - 1e-12).to(device)
+            return random_numbers.uniform(shape, generator, device).clamp(1e-12, 1 - 1e-12)
 
         # Summands of a product of sums share factors.
         parts = summands(terms)

@@ -15,6 +15,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import generator_or_seed
+from gpy_iterative.random_numbers import permutation
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.state_description import TAKE_IT, StateDescription
 from gpy_iterative.worker_threads import CPU
@@ -121,7 +122,7 @@ def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tens
     order, position = run.parts[name]["order"], int(run.parts[name]["position"])
     if len(order) != num_data or position + batch_size > num_data:
         generator = run.generator()
-        order, position = torch.randperm(num_data, generator=generator, device=generator.device), 0
+        order, position = permutation(num_data, generator), 0
         run = run.having(generator)
     end = position + batch_size
     return order[position:end], run.having(**{name: {"order": order, "position": torch.tensor(end, device=CPU)}})

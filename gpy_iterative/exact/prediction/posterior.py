@@ -30,6 +30,7 @@ from gpy_iterative.exact.prediction.variance_error import VarianceError, solved_
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
+from gpy_iterative.random_numbers import integers, permutation
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
 from gpy_iterative.training.report import SolveReport
@@ -116,7 +117,7 @@ class PathwisePosterior:
         self._num_frequencies, self._exact_below = num_frequencies, exact_below
         generator = generator_or_seed(generator)
         if isinstance(generator, torch.Generator):  # its only draw
-            generator = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+            generator = int(integers(2**62, (), generator))
         self._seed, self._progress = generator or 0, progress
         self._lock = OwnLock()
         self._snapshot, self._solves = self._solved(initial_weights)
@@ -214,7 +215,7 @@ class PathwisePosterior:
         if not solves.system.batch_shape:
             points = [x.reshape(-1, x.shape[-1]) for x in in_one_batch(points)]
         generator = torch.Generator().manual_seed(self._seed)
-        chosen = torch.randperm(points[0].shape[-2], generator=generator, device=generator.device)[:num_points]
+        chosen = permutation(points[0].shape[-2], generator)[:num_points]
         points = [x[..., chosen.to(x.device), :] for x in points]
         solves.is_checked = True
         with torch.no_grad():

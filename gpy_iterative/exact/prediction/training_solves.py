@@ -18,6 +18,7 @@ from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus, warn_of
+from gpy_iterative.random_numbers import normal
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.progress import Progress, reporting_solve
 from gpy_iterative.training.run import stream_generator
@@ -54,10 +55,8 @@ class PriorDraws:
         """With new data at the end, where solutions are zero."""
         shape, base = system.operator.shape[:-1], self.draws["noise_base"]
         generator = stream_generator(seed, NOISE, base.shape[-2])
-        noise = torch.randn(
-            (shape[-1] - base.shape[-2], base.shape[-1]), generator=generator, device=generator.device, dtype=base.dtype
-        )
-        noise = noise.to(base.device).expand(*shape[:-1], *noise.shape)
+        noise = normal((shape[-1] - base.shape[-2], base.shape[-1]), generator, base.device, base.dtype)
+        noise = noise.expand(*shape[:-1], *noise.shape)
         base = torch.cat([base.expand(*shape[:-1], *base.shape[-2:]), noise], dim=-2)
         solved = self.solutions.shape[-2] if self.num_solved is None else self.num_solved
         return PriorDraws(self.draws | {"noise_base": base}, padded(self.solutions, shape), solved)

@@ -17,6 +17,7 @@ from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
 from gpy_iterative.exact.validation import check_likelihood
 from gpy_iterative.features.weight_space.problem import WeightSpacePrior, WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics
+from gpy_iterative.random_numbers import normal
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
 from gpy_iterative.training.report import Report
@@ -97,12 +98,9 @@ class WeightSpacePosterior:
         snapshot, weights = self._current()
         generator = torch.Generator().manual_seed(self._seed)
         # One draw for all would change the first paths.
-        draws = [
-            torch.randn(len(weights.mean), generator=generator, device=generator.device, dtype=torch.float64)
-            for _ in range(num_paths)
-        ]
+        draws = [normal(weights.mean.shape, generator, weights.root.device) for _ in range(num_paths)]
         with torch.inference_mode(False), torch.no_grad():  # differentiable later
-            samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1).to(weights.root)
+            samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1)
             return WeightSpacePaths(snapshot, samples)
 
     @torch.inference_mode(False)  # for later gradients

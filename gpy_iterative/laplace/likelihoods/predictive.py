@@ -16,6 +16,7 @@ from gpy_iterative.laplace.likelihoods.own import LogitBernoulliLikelihood
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.quadrature import dense_marginal, log_concave_marginal
 from gpy_iterative.laplace.likelihoods.stock import gaussian_noise, softmax_logits
+from gpy_iterative.random_numbers import normal
 from gpy_iterative.training.likelihood_forms import computes_as, form_of
 
 PredictiveMethod = Literal["pairwise", "diagonal", "mc", "mode"]
@@ -48,8 +49,7 @@ class LatentMarginals:
         values, vectors = torch.linalg.eigh(self.seen_covariance)
         root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
         for _ in range(self.num_samples):
-            base = torch.randn(*mean.shape, 1, generator=generator, device=generator.device, dtype=mean.dtype)
-            yield mean + (root @ base.to(mean.device)).squeeze(-1)
+            yield mean + (root @ normal((*mean.shape, 1), generator, mean.device, mean.dtype)).squeeze(-1)
 
 
 def class_probabilities(likelihood: Likelihood, latent: LatentMarginals) -> Tensor:

@@ -21,6 +21,7 @@ from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
 from gpy_iterative.laplace.newton.inverse import Inverse, Subspace
 from gpy_iterative.laplace.newton.preconditioning import LatentFactor, NewtonPreconditioner, latent_factor
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe
+from gpy_iterative.random_numbers import normal
 from gpy_iterative.worker_threads import divided
 
 EXACT_LATENTS = 2000
@@ -160,9 +161,8 @@ class _SubspaceSteps(StepSolver):
 
     def _refined(self, system: GalerkinSystem, curvature: Curvature, width: int, limit: int) -> int:
         """Returns the number of new actions."""
-        shape = (curvature.num_columns, width)
-        base = torch.randn(shape, generator=self._generator, dtype=torch.float64, device=self._generator.device)
-        rhs = curvature.pinv(curvature.root(base.to(self._problem.mean)))
+        base = normal((curvature.num_columns, width), self._generator, self._problem.mean.device)
+        rhs = curvature.pinv(curvature.root(base))
         v, image = self._galerkin(system, rhs)
         start, before = None, self.basis.count
         while (taken := self.basis.count - before) < limit:

@@ -19,6 +19,7 @@ from gpy_iterative.exact.prediction.joint_prior import checked_inputs, covarianc
 from gpy_iterative.linear_operators.latent import latent_operator, latent_prior, num_latents
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.random_numbers import normal
 from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.training.snapshot import ModelSnapshot
 from gpy_iterative.training.training_system import prior_at
@@ -36,8 +37,7 @@ class PriorFunctions:
         self.draws, like = self.features.draw(terms, generator), terms[0].inputs
         shape = (self.features.num_features(terms), num_samples)
         shape = shape if is_coupled else (num_latents(distribution), *shape)
-        weights = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype)
-        self.weights = weights.to(like.device)
+        self.weights = normal(shape, generator, like.device, like.dtype)
 
     def __call__(self, distribution: MultivariateNormal) -> Tensor:
         """Values [t, C, s]."""

@@ -33,6 +33,7 @@ from gpy_iterative.laplace.report import ModeReport
 from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, point_blocks
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.solution import Solution, SolveStatus
+from gpy_iterative.random_numbers import normal
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
@@ -178,10 +179,7 @@ class LaplacePosterior:
             generator = torch.Generator().manual_seed(self._seed + 1)
             functions = PriorFunctions(fit.distribution, num_paths, num_frequencies, generator)
             curvature = fit.solution.curvature
-            size = (curvature.num_columns, num_paths)
-            noise = torch.randn(size, generator=generator, device=generator.device, dtype=torch.float64).to(
-                fit.solution.value
-            )
+            noise = normal((curvature.num_columns, num_paths), generator, fit.solution.value.device)
             whitened = curvature.root_t(functions(fit.distribution).double().flatten(0, 1)) + noise
             update = fit.solution.value.view(-1, 1) - curvature.root(
                 self._solve(fit, whitened, tolerance=1e-4).value.double()

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from gpy_iterative import random_numbers
 from gpy_iterative.linear_operators.far_field.entries import RadialEntries
 from gpy_iterative.linear_operators.far_field.levels import Levels, PairBlocks
 from gpy_iterative.linear_operators.far_field.plan import Plan
@@ -67,8 +68,7 @@ class _Samples:
         """Columns [b, count] of closeness [b, m], drawn in turn uniformly and by closeness, and their odds."""
         closeness = closeness.clamp_min(torch.finfo(closeness.dtype).tiny)
         shape, num, device = (len(closeness), count), closeness.shape[1], closeness.device
-        uniform = torch.rand(shape, generator=self._generator, device=self._generator.device, dtype=torch.float64)
-        uniform, sums = uniform.to(device), closeness.cumsum(1)
+        uniform, sums = random_numbers.uniform(shape, self._generator, device), closeness.cumsum(1)
         by_closeness = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
         is_uniform = torch.arange(MEASURED_PAIRS, device=device).view(-1, 1) % 2 == 0
         is_uniform = is_uniform.mT if len(closeness) == 1 else is_uniform

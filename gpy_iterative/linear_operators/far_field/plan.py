@@ -16,6 +16,7 @@ from gpy_iterative.linear_operators.far_field.tree import (
     balanced_tree,
     level_pairs,
 )
+from gpy_iterative.random_numbers import integers, permutation
 from gpy_iterative.worker_threads import run
 
 SMALLEST_LEAF = 32
@@ -94,10 +95,7 @@ def entries_size(entries: RadialEntries, tolerance: float) -> float:
     With long lengthscales, entries are nearly equal: errors relative to their root mean square would hide the differences.
     """
     generator, n = torch.Generator().manual_seed(0), len(entries)
-    rows, columns = map(
-        entries.inputs,
-        torch.randint(n, (2, SAMPLED_ENTRIES, 1), generator=generator, device=generator.device).to(entries.device),
-    )
+    rows, columns = map(entries.inputs, integers(n, (2, SAMPLED_ENTRIES, 1), generator, entries.device))
     found, diagonal = (entries.blocks(rows, other).double() for other in (columns, rows))
     mean = found.mean()
     variance = float((found - mean).square().mean() + (diagonal - mean).square().mean() / n)
@@ -107,15 +105,11 @@ def entries_size(entries: RadialEntries, tolerance: float) -> float:
 
 def _rank(entries: RadialEntries, nodes: Nodes, error: float) -> int:
     generator = torch.Generator().manual_seed(1)
-    chosen = torch.randperm(len(nodes), generator=generator, device=generator.device)[:SAMPLED_NODES].to(
-        nodes.rows.device
-    )
+    chosen = permutation(len(nodes), generator)[:SAMPLED_NODES].to(nodes.rows.device)
     proxies = sampled_proxies(nodes, chosen, SAMPLED_PROXIES, generator)
     if not len(proxies.rows):
         return nodes.size
-    slots = torch.randperm(nodes.size, generator=generator, device=generator.device)[:SAMPLED_ROWS].to(
-        nodes.rows.device
-    )
+    slots = permutation(nodes.size, generator)[:SAMPLED_ROWS].to(nodes.rows.device)
     rows = nodes.rows[chosen[proxies.have]][:, slots]
     rank = needed_rank(entries.at_proxies(rows, proxies.rows), error)
     return nodes.size if rank >= len(slots) else min(-(-max(rank, 1) // RANK_STEP) * RANK_STEP, nodes.size)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpy_iterative import random_numbers
 from gpy_iterative.linear_operators.far_field.tree import SEPARATION, LevelPairs, Nodes
 
 #: Gap added between boxes, in diameters.
@@ -68,7 +69,7 @@ def _drawn(
     totals = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
     low, high = totals[ends - sizes].unsqueeze(-1), totals[ends].unsqueeze(-1)
     # Any first part of multiples of the golden ratio gives every far node its share.
-    start = torch.rand(len(nodes), 1, generator=generator, device=generator.device, dtype=torch.float64).to(device)
+    start = random_numbers.uniform((len(nodes), 1), generator, device)
     uniform = (start + GOLDEN_RATIO * torch.arange(count, device=device)) % 1
     drawn = torch.searchsorted(totals, low + uniform * (high - low), right=True) - 1
     has_own = sizes > 0
@@ -85,8 +86,8 @@ def _nearest(positions: Tensor, nodes: Nodes, chosen: Tensor, generator: torch.G
     found, least = torch.zeros_like(chosen), positions.new_full(chosen.shape, torch.inf)
     counts = nodes.counts[chosen]
     for _ in range(CANDIDATES):
-        uniform = torch.rand(chosen.shape, generator=generator, device=generator.device, dtype=torch.float64)
-        rows = nodes.rows[chosen, (uniform.to(chosen.device) * counts).long()]
+        uniform = random_numbers.uniform(chosen.shape, generator, chosen.device)
+        rows = nodes.rows[chosen, (uniform * counts).long()]
         squares = torch.zeros_like(least)
         for column, low, high in zip(columns, nodes.low.unbind(1), nodes.high.unbind(1), strict=True):
             values = column[rows]
@@ -110,10 +111,7 @@ def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.G
     if not have.any():
         return Proxies(nodes.rows[:0, :1], have)
     partner = torch.multinomial(weights[have].cpu(), count, replacement=True, generator=generator).to(device)
-    slot = (
-        torch.rand(partner.shape, generator=generator, device=generator.device, dtype=torch.float64).to(device)
-        * nodes.counts[partner]
-    )
+    slot = random_numbers.uniform(partner.shape, generator, device) * nodes.counts[partner]
     return Proxies(nodes.rows[partner, slot.long()], have)
 
 

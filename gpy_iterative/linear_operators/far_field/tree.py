@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpy_iterative.random_numbers import permutation
+
 #: Smallest gap between far nodes, in larger diameters.
 SEPARATION = 0.7
 #: A tree is not refined with more near pairs per row.
@@ -98,7 +100,7 @@ class LevelPairs:
 def are_nearly_all_near(x: Tensor, is_negligible: Callable[[Tensor], Tensor]) -> bool:
     """Whether points x [n, d] have too many dimensions for far pairs."""
     generator = torch.Generator().manual_seed(0)
-    sample = torch.randperm(len(x), generator=generator, device=generator.device)[:SAMPLE_SIZE].to(x.device)
+    sample = permutation(len(x), generator)[:SAMPLE_SIZE].to(x.device)
     if len(sample) < SAMPLE_SIZE:
         return False
     levels, pairs = level_pairs(balanced_tree(x[sample], SAMPLE_DEPTH), is_negligible)
