@@ -122,8 +122,16 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         """`forward`, with the system and the solves."""
         start = time.perf_counter()
         check_autocast()
-        given = self.likelihood, self.model, function_dist, target, params, kwargs
-        system = checked_system(*given, products=self.products, caches=self._caches)
+        system = checked_system(
+            self.likelihood,
+            self.model,
+            function_dist,
+            target,
+            params,
+            kwargs,
+            products=self.products,
+            caches=self._caches,
+        )
         has_been_in_float64 = self._run.is_in_float64(system.operator)  # and stays there
         in_float64 = has_been_in_float64 or self._is_always_in_float64(system.operator.shape[-1])
         system = system.suited(ROUNDING_IN_TRAINING, in_float64=in_float64)

@@ -80,5 +80,5 @@ def system_now(mll: GaussianMarginalLogLikelihood, params: Sequence[Any] = ()) -
     check_has_data(model)
     to_training_mode(mll, model, mll.likelihood)
     prior, targets = model(*model.train_inputs), model.train_targets
-    given = mll.likelihood, model, prior, targets, likelihood_arguments(mll, params), {}
-    return checked_system(*given, products=mll.products)
+    arguments = likelihood_arguments(mll, params)
+    return checked_system(mll.likelihood, model, prior, targets, arguments, {}, products=mll.products)
