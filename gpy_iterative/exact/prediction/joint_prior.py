@@ -51,7 +51,7 @@ def joint_prior(
     Without a `batch_shape` in training, batches become one list: training inputs are not repeated.
     """
     train = unexpanded(model.train_inputs or ())
-    inputs = in_one_batch(checked_inputs(train, inputs))
+    inputs = checked_inputs(train, inputs)
     batch, num_test = inputs[0].shape[:-2], inputs[0].shape[-2]
     is_list = bool(batch) and not batch_shape
     points = [x.reshape(-1, x.shape[-1]) for x in inputs] if is_list else inputs
@@ -81,7 +81,7 @@ def joint_prior(
 
 
 def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Test inputs [*batch, t, d]; ValueError if they do not fit."""
+    """Test inputs, expanded to the same [*batch, t, d]; ValueError if they do not fit."""
     check_autocast()
     if len(inputs) != len(train):
         raise ValueError(f"The model takes {len(train)} input tensor(s), as its training inputs; got {len(inputs)}.")
@@ -103,7 +103,7 @@ def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Te
         check_same_kind("An input tensor", x, "the training inputs", known, advice)
         if x.is_floating_point():
             check_finite("x", x)
-    return columns
+    return in_one_batch(columns)
 
 
 def prior_at_both(model: GP, train: Sequence[Tensor], test: Sequence[Tensor]) -> MultivariateNormal:
@@ -112,8 +112,16 @@ def prior_at_both(model: GP, train: Sequence[Tensor], test: Sequence[Tensor]) ->
 
 
 def in_one_batch(inputs: Sequence[Tensor]) -> list[Tensor]:
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in inputs))
+    batch = common_batch(*(x.shape[:-2] for x in inputs))
     return [x.expand(*batch, *x.shape[-2:]) for x in inputs]
+
+
+def common_batch(*shapes: torch.Size) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError as error:
+        listed = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(f"The batch shapes of inputs, targets and noise must broadcast, got {listed}.") from error
 
 
 def graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_finite, check_same_kind
 from gpy_iterative.exact.prediction.blocks import principal_blocks
-from gpy_iterative.exact.prediction.joint_prior import checked_inputs
+from gpy_iterative.exact.prediction.joint_prior import checked_inputs, common_batch
 from gpy_iterative.exact.prediction.local_part import jittered_factor
 from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.training.training_system import TrainingSystem, unexpanded
@@ -59,9 +59,9 @@ def with_observations(
     count = points[0].shape[-2]
     _check_targets(targets, before, count, event_dims)
     _check_noise(noise, likelihood, targets)
-    batch = _broadcast(*(x.shape[:-2] for x in (*known, *points)))
+    batch = common_batch(*(x.shape[:-2] for x in (*known, *points)))
     noises = () if noise is None else (likelihood.noise_covar.noise.shape[:-1], noise.shape[:-1])
-    members = _broadcast(batch, before.shape[:-event_dims], targets.shape[:-event_dims], *noises)
+    members = common_batch(batch, before.shape[:-event_dims], targets.shape[:-event_dims], *noises)
     stacked = [_stacked(old, new, batch, -2).detach() for old, new in zip(known, points, strict=True)]
     model, likelihood = copy.deepcopy((model, likelihood))
     for module in (*model.modules(), *likelihood.modules()):
@@ -73,7 +73,7 @@ def with_observations(
     )
     if noise is not None:
         old = likelihood.noise_covar.noise
-        shape = _broadcast(old.shape[:-1], noise.shape[:-1])
+        shape = common_batch(old.shape[:-1], noise.shape[:-1])
         likelihood.noise_covar = FixedGaussianNoise(noise=_stacked(old, noise, shape, -1).detach())
     return model, likelihood
 
@@ -112,16 +112,6 @@ def _check_noise(noise: Tensor | None, likelihood: Likelihood, targets: Tensor) 
     check_finite("noise", noise)
     if bool((noise <= 0).any()):
         raise ValueError(f"All noise variances must be positive, got {noise.min().item()}.")
-
-
-def _broadcast(*shapes: torch.Size) -> torch.Size:
-    try:
-        return torch.broadcast_shapes(*shapes)
-    except RuntimeError as error:
-        listed = ", ".join(str(tuple(shape)) for shape in shapes)
-        raise ValueError(
-            f"The batch shapes of training data, new inputs, targets and noise must broadcast, got {listed}."
-        ) from error
 
 
 def _stacked(old: Tensor, new: Tensor, batch: torch.Size, dim: int) -> Tensor:

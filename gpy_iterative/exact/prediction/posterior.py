@@ -16,7 +16,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, check_instance, check_number, generator_or_seed
 from gpy_iterative.exact.prediction.blocks import converted, product, scatter_rows
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
-from gpy_iterative.exact.prediction.joint_prior import JointPrior, checked_inputs, graph_for, in_one_batch, joint_prior
+from gpy_iterative.exact.prediction.joint_prior import JointPrior, checked_inputs, graph_for, joint_prior
 from gpy_iterative.exact.prediction.new_observations import (
     check_observations,
     check_without_gradients,
@@ -213,7 +213,7 @@ class PathwisePosterior:
         snapshot, solves = self._current()
         points = checked_inputs(list(snapshot.model.train_inputs or ()), inputs)
         if not solves.system.batch_shape:
-            points = [x.reshape(-1, x.shape[-1]) for x in in_one_batch(points)]
+            points = [x.reshape(-1, x.shape[-1]) for x in points]
         generator = torch.Generator().manual_seed(self._seed)
         chosen = permutation(points[0].shape[-2], generator)[:num_points]
         points = [x[..., chosen.to(x.device), :] for x in points]

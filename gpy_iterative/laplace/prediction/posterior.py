@@ -16,7 +16,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning, float64_first, warn
 from gpy_iterative.exact.prediction.blocks import product
-from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for, in_one_batch
+from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
@@ -128,7 +128,7 @@ class LaplacePosterior:
         """
         fit = self._current()
         with graph_for(inputs):
-            points = in_one_batch(checked_inputs(fit.inputs, inputs))
+            points = checked_inputs(fit.inputs, inputs)
             batch, count, latents = points[0].shape[:-2], points[0].shape[-2], fit.prior.num_latents
             mean, root, prior = self._conditioned(fit, fit.columns(), [x.flatten(0, -2) for x in points])
             mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, root.shape[-1])
@@ -143,7 +143,7 @@ class LaplacePosterior:
         """Means [*b, t, C] and covariances [*b, t, C, C] of single points, float64."""
         fit = self._current()
         with torch.no_grad():
-            points = in_one_batch(checked_inputs(fit.inputs, inputs))
+            points = checked_inputs(fit.inputs, inputs)
             columns, latents, means, blocks = fit.columns(), fit.prior.num_latents, [], []
             for chunk in _chunks(points):
                 mean, root, prior = self._conditioned(fit, columns, chunk)
@@ -162,7 +162,7 @@ class LaplacePosterior:
         total = self.moments(*inputs)[1].diagonal(dim1=-2, dim2=-1)
         fit = self._current()
         with torch.no_grad():
-            points = in_one_batch(checked_inputs(fit.inputs, inputs))
+            points = checked_inputs(fit.inputs, inputs)
             parts = [self._exact_variance(fit, chunk, tolerance) for chunk in _chunks(points)]
         mathematical = torch.minimum(torch.cat(parts).view(total.shape), total)
         if fit.is_single:

@@ -346,6 +346,8 @@ def test_task_indices_reach_the_noise() -> None:
             system = model.covar_module(x).to_dense() + torch.diag(0.1 + 0.3 * new.squeeze(-1).double())
             wanted = model.covar_module(test[0], x).to_dense() @ torch.linalg.solve(system, y)
             torch.testing.assert_close(posterior(*test).mean, wanted.detach())
+    with pytest.raises(ValueError, match=r"must broadcast, got \(2,\), \(3,\)"):
+        posterior(*(part.expand(size, *part.shape) for size, part in zip((2, 3), test, strict=True)))
 
 
 def test_stale_likelihood_arguments_are_refused() -> None:
