@@ -25,8 +25,8 @@ def exact(case: Case) -> tuple[torch.Tensor, dict]:
 
 def of_low_rank(mll: gpi.mlls.HutchinsonMarginalLogLikelihood) -> gpi.mlls.HutchinsonMarginalLogLikelihood:
     """Rank 5 in place of 100: at the tests' sizes the default factor would be the whole matrix."""
-    mll.probes = dataclasses.replace(mll.probes, rank=5)
-    mll.logdet_probes = dataclasses.replace(mll.logdet_probes, rank=5)
+    mll.probes = dataclasses.replace(mll.probes, recipe=gpi.preconditioners.PivotedCholesky(rank=5))
+    mll.logdet_probes = dataclasses.replace(mll.logdet_probes, recipe=gpi.preconditioners.PivotedCholesky(rank=5))
     return mll
 
 

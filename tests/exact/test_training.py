@@ -105,7 +105,7 @@ def test_the_value_keeps_to_the_solvers_budget(max_epochs: int, products: int | 
     solver = dataclasses.replace(ITERATIVE, max_epochs=max_epochs)
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=solver, generator=0)
     case.likelihood.noise = 1e-3
-    mll.logdet_probes = dataclasses.replace(mll.logdet_probes, rank=2)
+    mll.logdet_probes = dataclasses.replace(mll.logdet_probes, recipe=gpi.preconditioners.PivotedCholesky(rank=2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         mll(case.model(case.x), case.y)
