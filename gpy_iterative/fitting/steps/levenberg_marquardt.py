@@ -140,7 +140,7 @@ class LevenbergMarquardt(ABC):
                     for message, category in held:
                         warn(message, category)
                     part, moved = gained / predicted, reached.position - point.position
-                    self._damp(part, is_first=trial == 1)
+                    self._damp(part, is_first=trial == 1, is_exact=not len(found.samples))
                     self._last = Secant(moved, point.gradient - reached.gradient, part < GOOD_GAIN)
                     self._point, self._assessment = reached, None
                     length = float(moved.abs().max())
@@ -149,12 +149,14 @@ class LevenbergMarquardt(ABC):
             undo()
         return None
 
-    def _damp(self, part: float, *, is_first: bool) -> None:
+    def _damp(self, part: float, *, is_first: bool, is_exact: bool) -> None:
         if part > VERY_GOOD_GAIN and is_first:
             self._damping /= 10
         elif part > GOOD_GAIN:
             self._damping /= 5
-        else:
+        elif (
+            is_exact
+        ):  # with probes the secant is enough: more damping would stop moves along ridges of A for many steps
             self._damping = max(2 * self._damping, POOR_DAMPING)
 
     def go_to(self, position: Tensor) -> None:
