@@ -17,6 +17,7 @@ from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.result import irrelevant_inputs
 from gpy_iterative.fitting.steps.average_information import AverageInformation
 from gpy_iterative.fitting.steps.points import Assessment
+from gpy_iterative.random_numbers import integers, permutation
 from gpy_iterative.training.progress import Progress, check_progress, reporting
 from gpy_iterative.training.run import make_generator
 from gpy_iterative.training.training_system import check_has_data, check_inputs, to_training_mode
@@ -125,10 +126,10 @@ def _standardised_columns(model: ExactGP) -> Tensor:
 
 
 def _near_and_far(columns: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    centre = int(torch.randint(columns.shape[0], (), generator=generator, device=generator.device))
+    centre = int(integers(columns.shape[0], (), generator))
     order = (columns - columns[centre]).square().sum(-1).argsort()
     near, others = order.split([size - size // 2, len(order) - size + size // 2])
-    drawn = torch.randperm(len(others), generator=generator, device=generator.device)[: size // 2]
+    drawn = permutation(len(others), generator)[: size // 2]
     return torch.cat([near, others[drawn.to(others.device)]]).sort().values
 
 

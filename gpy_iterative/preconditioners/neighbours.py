@@ -10,7 +10,8 @@ from scipy.spatial import cKDTree
 from torch import Tensor
 
 from gpy_iterative.linear_operators.tiles.tiles import blocks
-from gpy_iterative.worker_threads import num_threads, run
+from gpy_iterative.random_numbers import permutation
+from gpy_iterative.worker_threads import CPU, num_threads, run
 
 #: Growth of the trees' sizes.
 GROWTH = 1.5
@@ -32,7 +33,7 @@ class Tree:
 
 
 def random_order(size: int, generator: torch.Generator) -> Tensor:
-    return torch.randperm(size, generator=generator, device=generator.device).cpu()
+    return permutation(size, generator, CPU)
 
 
 def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:

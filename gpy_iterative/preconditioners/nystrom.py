@@ -13,6 +13,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe, NystromFactor, kernel_and_noise
 from gpy_iterative.preconditioners.pivoted_cholesky import factor_on
+from gpy_iterative.random_numbers import normal
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Nystrom(LowRankRecipe):
         kernel, diagonal, noise = kernel_and_noise(operator)
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         shape = (*diagonal.shape, min(self.rank, diagonal.shape[-1]))
-        drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=operator.dtype)
-        test_matrix = cast(Tensor, torch.linalg.qr(drawn.to(operator.device)).Q)  # basis C
+        drawn = normal(shape, generator, operator.device, operator.dtype)
+        test_matrix = cast(Tensor, torch.linalg.qr(drawn).Q)  # basis C
         product = kernel._matmul(test_matrix).detach()
         block = test_matrix.mT.double() @ product.double()
         block = (block + block.mT) / 2

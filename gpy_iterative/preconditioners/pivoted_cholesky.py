@@ -18,6 +18,8 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, LowRankRecipe, kernel_and_noise
+from gpy_iterative.random_numbers import uniform
+from gpy_iterative.worker_threads import CPU
 
 NOT_FINITE = "The kernel matrix has NaN or infinite entries. Check the data and the hyperparameters."
 
@@ -131,9 +133,9 @@ class RandomlyPivotedCholesky(PivotedCholesky):
             block = partial.rest_of(candidates)
             # Rounding errors of a running rest could be proposed without end.
             partial.rest[candidates] = block.diagonal().clamp_min(0).to(partial.rest)
-            threshold = torch.rand(proposals, generator=generator, device=generator.device, dtype=torch.float64)
+            threshold = uniform((proposals,), generator, CPU)
             most = partial.capacity - partial.rank
-            chosen, lower = _accepted(block, threshold.cpu(), float(partial.stop), most)
+            chosen, lower = _accepted(block, threshold, float(partial.stop), most)
             if len(chosen):
                 pivots = candidates[chosen.to(candidates.device)]
                 rows, lower, inverse = partial.rows(pivots), lower.to(partial.rest), _inverse(lower).to(partial.rest)
@@ -207,7 +209,7 @@ class PartialCholesky:
         left = self.rest.masked_fill(self.rest <= self.stop, 0).double().cumsum(-1)
         if not torch.isfinite(left[-1]):
             raise NonFiniteError(NOT_FINITE)
-        drawn = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).to(left.device)
+        drawn = uniform((size,), generator, left.device)
         # `right`, because a drawn 0 must not choose a row without rest.
         return torch.searchsorted(left, drawn * left[-1], right=True).clamp_max(len(left) - 1)
 

@@ -20,6 +20,7 @@ from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import conjugate_gradients
 from gpy_iterative.linear_solvers.solution import ColumnGroup
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
+from gpy_iterative.random_numbers import permutation
 from gpy_iterative.training.surrogate import surrogate
 from gpy_iterative.worker_threads import CPU
 
@@ -228,6 +229,6 @@ def _balanced_signs(size: int, num_samples: int) -> Tensor:
     generator, half = torch.Generator().manual_seed(0), size // 2
     signs = torch.zeros(num_samples, size, device=CPU)
     for row in signs:
-        order = torch.randperm(size, generator=generator, device=generator.device)
+        order = permutation(size, generator)
         row[order[:half]], row[order[half : 2 * half]] = 1.0, -1.0
     return signs * (size / (2 * half)) ** 0.5
