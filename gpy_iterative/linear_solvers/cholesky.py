@@ -17,13 +17,12 @@ from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.columns import LinearSystem
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus
-from gpy_iterative.worker_threads import ByDevice, run
+from gpy_iterative.worker_threads import run
 
 #: Jitters to try in turn, relative to the largest diagonal entry.
 JITTERS = (1e-8, 1e-6, 1e-4)
-#: Columns of an inverse at a time. LAPACK's inverse makes its threads wait for each other: fifty times slower beside a busy
-#: process.
-INVERTED = ByDevice(cpu=256, accelerator=2**20)
+#: Columns of an inverse that a worker computes, and most entries of a factor, which each worker copies.
+COLUMNS, MOST_COPIED = 256, 2**24
 ADVICE = "Keep the noise away from zero (a noise constraint), use float64, or check the kernel."
 
 
@@ -49,9 +48,11 @@ class CholeskyFactor:
     def inverse(self) -> Tensor:
         """H^-1 [*b, n, n]. Cost: n^3 / 3 multiply-adds."""
         lower = self.lower.to(self.dtype)  # rounding matters less here than in H
+        if lower.device.type != "cpu" or lower.numel() > MOST_COPIED:
+            return torch.cholesky_inverse(lower)
+        # LAPACK's threads wait for each other: beside a busy process its inverse takes up to fifty times as long.
         result = torch.zeros_like(lower)
-        columns = blocks(lower.shape[-1], INVERTED.on(lower.device))
-        run([partial(_fill_inverse, result, lower, part) for part in columns], lower.device)
+        run([partial(_fill_inverse, result, lower, columns) for columns in blocks(lower.shape[-1], COLUMNS)])
         return result.tril() + result.tril(-1).mT
 
     def extended(self, rows: Tensor) -> "CholeskyFactor | None":

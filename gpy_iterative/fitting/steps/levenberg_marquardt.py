@@ -154,9 +154,8 @@ class LevenbergMarquardt(ABC):
             self._damping /= 10
         elif part > GOOD_GAIN:
             self._damping /= 5
-        elif (
-            is_exact
-        ):  # with probes the secant is enough: more damping would stop moves along ridges of A for many steps
+        # With probes the secant is enough: damping would stop moves along ridges of A for many steps.
+        elif is_exact:
             self._damping = max(2 * self._damping, POOR_DAMPING)
 
     def go_to(self, position: Tensor) -> None:
