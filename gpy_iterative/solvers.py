@@ -11,22 +11,14 @@ from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
 from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
-from gpy_iterative.linear_solvers.logdet.lanczos import (
-    MAX_LOGDET_PRODUCTS,
-    BracketPositions,
-    LogDeterminant,
-    stochastic_logdet,
-)
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.linear_solvers.stochastic_descent import StochasticDualDescent, StochasticGradientDescent
 from gpy_iterative.randomized.solver_series import Series, conjugate_gradient_series, russian_roulette_solve
 
 __all__ = [
     "EXACT_BELOW",
-    "MAX_LOGDET_PRODUCTS",
     "AcceleratedSketchAndProject",
     "AlternatingProjections",
-    "BracketPositions",
     "Cholesky",
     "CholeskyFactor",
     "ColumnGroup",
@@ -37,7 +29,6 @@ __all__ = [
     "LaplaceNewton",
     "LaplaceSolution",
     "LaplaceSolver",
-    "LogDeterminant",
     "Series",
     "Solution",
     "SolveInputs",
@@ -52,5 +43,4 @@ __all__ = [
     "default_solver",
     "krylov_logarithm_terms",
     "russian_roulette_solve",
-    "stochastic_logdet",
 ]

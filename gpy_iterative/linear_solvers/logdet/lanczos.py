@@ -132,34 +132,6 @@ class LogDeterminant:
     is_indefinite: bool = False
 
 
-def stochastic_logdet(
-    operator: LinearOperator,
-    probes: Tensor,
-    preconditioner: Preconditioner,
-    *,
-    max_iterations: int = MAX_LOGDET_PRODUCTS,
-    tolerance: float | None = None,
-    positions: BracketPositions | None = None,
-) -> LogDeterminant:
-    """Estimates log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
-
-    The estimate is the mean of the Gauss and Gauss-Radau rules. The variance of one probe from random signs is
-    2 (|log M|_F^2 - (tr log M)^2 / signs). Cost: one product per iteration.
-
-    Args:
-        operator: H [*b, n, n].
-        probes: xi [*b, n, s] with covariance P, from random signs.
-        preconditioner: P.
-        max_iterations: at least two.
-        tolerance: of the quadrature's error, per datum; None: the probes' standard error, at least .003.
-        positions: of a similar system.
-    """
-    quadrature = LogDeterminantQuadrature(
-        operator, probes, preconditioner, max_iterations=max_iterations, tolerance=tolerance, positions=positions
-    )
-    return quadrature.finished()
-
-
 @dataclass(frozen=True)
 class _Found:
     samples: Tensor  # u^T log(M) u [*b, s]
@@ -168,7 +140,18 @@ class _Found:
 
 
 class LogDeterminantQuadrature:
-    """`stochastic_logdet` in steps. It takes products H `wanted` from where they are made, see `SharedProducts`.
+    """Estimates log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
+
+    The estimate is the mean of the Gauss and Gauss-Radau rules. The variance of one probe from random signs is
+    2 (|log M|_F^2 - (tr log M)^2 / signs). Cost: one product per iteration; `SharedProducts` brings those of a solve.
+
+    Args:
+        operator: H [*b, n, n].
+        probes: xi [*b, n, s] with covariance P, from random signs.
+        preconditioner: P.
+        max_iterations: at least two.
+        tolerance: of the quadrature's error, per datum; None: the probes' standard error, at least .003.
+        positions: of a similar system.
 
     Attributes:
         wanted: the next vectors to be multiplied by H, [*b, n, s]; None in the end.

@@ -1,23 +1,39 @@
 """The log-determinant's estimate is unbiased, and its standard error honest."""
 
 from dataclasses import replace
+from typing import Any
 
 import gpytorch
 import pytest
 import torch
+from linear_operator import LinearOperator
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN12, RBF
-from gpy_iterative.linear_solvers.logdet.lanczos import CHANGE_PARTS, FALL, FIRST_LIFE, Bounds
+from gpy_iterative.linear_solvers.logdet.lanczos import (
+    CHANGE_PARTS,
+    FALL,
+    FIRST_LIFE,
+    Bounds,
+    BracketPositions,
+    LogDeterminant,
+    LogDeterminantQuadrature,
+)
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, Vecchia
-from gpy_iterative.solvers import BracketPositions, ConjugateGradients, stochastic_logdet
+from gpy_iterative.solvers import ConjugateGradients
 from tests import oracles
 from tests.exact.gaussian_models import Regression
 from tests.linear_solvers.contract import N, system
 from tests.monte_carlo import assert_mean_within
+
+
+def log_determinant(
+    operator: LinearOperator, probes: Tensor, preconditioner: LowRankPlusDiagonal, **options: Any
+) -> LogDeterminant:
+    return LogDeterminantQuadrature(operator, probes, preconditioner, **options).finished()
 
 
 def draw(preconditioner: LowRankPlusDiagonal, count: int, generator: torch.Generator) -> Tensor:
@@ -34,7 +50,7 @@ def test_mean_and_error(rank: int, corrected: bool) -> None:
     preconditioner = PivotedCholesky(rank=rank).build(operator, correct_diagonal=corrected)
     generator = torch.Generator().manual_seed(0)
     probes = torch.stack([draw(preconditioner, 4, generator) for _ in range(200)])
-    estimates = stochastic_logdet(operator, probes, preconditioner, max_iterations=60, tolerance=1e-9)
+    estimates = log_determinant(operator, probes, preconditioner, max_iterations=60, tolerance=1e-9)
     assert_mean_within(estimates.mean, torch.logdet(operator.to_dense()), max_sem=1.0)
     true = estimates.mean.std()
     assert 0.75 < estimates.sem.square().mean().sqrt() / true < 1.3
@@ -45,8 +61,8 @@ def test_early_stop_stays_within_the_error() -> None:
     operator = system()
     preconditioner = PivotedCholesky(rank=20).build(operator, correct_diagonal=True)
     probes = draw(preconditioner, 4, torch.Generator().manual_seed(0))
-    early = stochastic_logdet(operator, probes, preconditioner)
-    full = stochastic_logdet(operator, probes, preconditioner, max_iterations=N, tolerance=1e-12)
+    early = log_determinant(operator, probes, preconditioner)
+    full = log_determinant(operator, probes, preconditioner, max_iterations=N, tolerance=1e-12)
     assert 0 < (early.mean - full.mean).abs() < 2 * early.sem
 
 
@@ -77,13 +93,13 @@ def test_positions_of_an_earlier_step_save_products() -> None:
     before, after, preconditioner = similar_systems()
     old = PivotedCholesky(rank=20).build(before)
     generator = torch.Generator().manual_seed(0)
-    learned = stochastic_logdet(before, draw(old, 32, generator), old)
+    learned = log_determinant(before, draw(old, 32, generator), old)
     probes = draw(preconditioner, 32, generator)
-    truth = stochastic_logdet(after, probes, preconditioner, max_iterations=40, tolerance=1e-12)
+    truth = log_determinant(after, probes, preconditioner, max_iterations=40, tolerance=1e-12)
     counts = {}
     for name, positions in (("without", None), ("with", learned.positions)):
         operator = Counting(after.kernel, after.noise)
-        estimate = stochastic_logdet(operator, probes, preconditioner, positions=positions)
+        estimate = log_determinant(operator, probes, preconditioner, positions=positions)
         counts[name] = operator.products
         assert (estimate.mean - truth.mean).abs() < 2 * estimate.sem
     assert counts["with"] <= counts["without"] - 2
@@ -93,19 +109,19 @@ def test_worn_positions_are_learned_again() -> None:
     before, after, preconditioner = similar_systems()
     old, generator = PivotedCholesky(rank=20).build(before), torch.Generator().manual_seed(0)
     options = {"tolerance": 3e-4, "max_iterations": 30}
-    learned = stochastic_logdet(before, draw(old, 32, generator), old, **options).positions
+    learned = log_determinant(before, draw(old, 32, generator), old, **options).positions
     probes = draw(preconditioner, 32, generator)
     positions, surplus, age = learned, 0, 0
     while not positions.are_worn:
         operator = Counting(after.kernel, after.noise)
-        positions = stochastic_logdet(operator, probes, preconditioner, positions=positions, **options).positions
+        positions = log_determinant(operator, probes, preconditioner, positions=positions, **options).positions
         assert torch.equal(positions.values, learned.values)
         assert 2 < operator.products <= 10
         surplus, age = surplus + operator.products - 2, age + 1
         assert (int(positions.surplus), int(positions.age)) == (surplus, age)
     assert surplus >= learned.values.shape[-1] - 2 or age == learned.life
-    again = stochastic_logdet(after, probes, preconditioner, positions=positions, **options).positions
-    fresh = stochastic_logdet(after, probes, preconditioner, **options).positions
+    again = log_determinant(after, probes, preconditioner, positions=positions, **options).positions
+    fresh = log_determinant(after, probes, preconditioner, **options).positions
     assert torch.equal(again.values, fresh.values)
     assert not again.are_worn
 
@@ -165,9 +181,9 @@ def test_values_along_a_training_run_are_as_good_as_they_say(
         operator = Counting(kernel, noise.expand(300))
         preconditioner = PivotedCholesky(rank=rank).build(operator)
         probes = preconditioner.sample(2 * bits - 1)[0]
-        truth = stochastic_logdet(operator, probes, preconditioner, max_iterations=60, tolerance=1e-9)
+        truth = log_determinant(operator, probes, preconditioner, max_iterations=60, tolerance=1e-9)
         operator.products = 0
-        estimate = stochastic_logdet(operator, probes, preconditioner, positions=positions)
+        estimate = log_determinant(operator, probes, preconditioner, positions=positions)
         positions, products = estimate.positions, products + operator.products
         ratios.append((estimate.mean - truth.mean) / estimate.sem)
     assert torch.stack(ratios).abs().max() < 2
@@ -191,11 +207,11 @@ def test_a_short_budget_takes_the_better_estimate_and_says_so() -> None:
     """Three iterations know of a thorough run all that it knew; and of a crude one, how crude it was."""
     _, operator, preconditioner = similar_systems()
     probes = draw(preconditioner, 32, torch.Generator().manual_seed(0))
-    thorough = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-12)
+    thorough = log_determinant(operator, probes, preconditioner, max_iterations=40, tolerance=1e-12)
     short = {"max_iterations": 3, "tolerance": 1e-6}
-    crude = stochastic_logdet(operator, probes, preconditioner, **short)
-    again = stochastic_logdet(operator, probes, preconditioner, positions=crude.positions, **short)
-    known = stochastic_logdet(operator, probes, preconditioner, positions=thorough.positions, **short)
+    crude = log_determinant(operator, probes, preconditioner, **short)
+    again = log_determinant(operator, probes, preconditioner, positions=crude.positions, **short)
+    known = log_determinant(operator, probes, preconditioner, positions=thorough.positions, **short)
     assert (crude.mean - thorough.mean).abs() > 1
     torch.testing.assert_close(known.mean, thorough.mean)
     torch.testing.assert_close(known.positions.error, thorough.positions.error)
@@ -209,14 +225,14 @@ def test_positions_that_no_longer_hold_are_found_out(moved: float) -> None:
     """Trusted to the end, they would make an error of about nine standard errors at the second iteration."""
     _, operator, preconditioner = similar_systems()
     probes = draw(preconditioner, 32, torch.Generator().manual_seed(0))
-    truth = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-12)
+    truth = log_determinant(operator, probes, preconditioner, max_iterations=40, tolerance=1e-12)
     positions = replace(truth.positions, values=truth.positions.values + moved)
-    misled = stochastic_logdet(operator, probes, preconditioner, positions=positions)
+    misled = log_determinant(operator, probes, preconditioner, positions=positions)
     assert (misled.mean - truth.mean).abs() < 2 * misled.sem
-    tight = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-9, positions=positions)
+    tight = log_determinant(operator, probes, preconditioner, max_iterations=40, tolerance=1e-9, positions=positions)
     torch.testing.assert_close(tight.mean, truth.mean, rtol=1e-6, atol=1e-5)
     one = replace(positions, values=positions.values[..., :1])
-    again = stochastic_logdet(operator, probes, preconditioner, positions=one).positions.values
+    again = log_determinant(operator, probes, preconditioner, positions=one).positions.values
     assert again.shape[-1] > 2
     assert (again - truth.positions.values[..., : again.shape[-1]]).mean(-2)[:2].abs().max() < 0.05
 
@@ -226,9 +242,9 @@ def test_an_operator_whose_floor_is_unknown(noise: float) -> None:
     operator = system(noise)
     preconditioner = PivotedCholesky(rank=20).build(operator)
     probes = draw(preconditioner, 4, torch.Generator().manual_seed(0))
-    full = stochastic_logdet(operator, probes, preconditioner, max_iterations=N, tolerance=1e-12)
+    full = log_determinant(operator, probes, preconditioner, max_iterations=N, tolerance=1e-12)
     dense = DenseLinearOperator(operator.to_dense())
-    estimate = stochastic_logdet(dense, probes, preconditioner)
+    estimate = log_determinant(dense, probes, preconditioner)
     assert (estimate.mean - full.mean).abs() < 2 * estimate.sem
 
 
@@ -241,9 +257,9 @@ def test_the_quadratures_error_without_a_floor() -> None:
     operator = DenseLinearOperator(torch.kron(kernel, tasks) + torch.kron(torch.eye(200).double(), noise))
     preconditioner = PivotedCholesky(rank=50).build(operator)
     probes = draw(preconditioner, 4, torch.Generator().manual_seed(0))
-    full = stochastic_logdet(operator, probes, preconditioner, max_iterations=400, tolerance=1e-12)
+    full = log_determinant(operator, probes, preconditioner, max_iterations=400, tolerance=1e-12)
     for products in range(4, 21):
-        short = stochastic_logdet(operator, probes, preconditioner, max_iterations=products, tolerance=1e-12)
+        short = log_determinant(operator, probes, preconditioner, max_iterations=products, tolerance=1e-12)
         assert (short.mean - full.mean).abs() < 1.7 * short.positions.error
 
 
@@ -254,9 +270,9 @@ def test_the_quadratures_error_with_a_floor_far_below_the_spectrum() -> None:
     operator = NoisyLinearOperator(kernel, torch.full((500,), 1e-4).double())
     preconditioner = PivotedCholesky(rank=50).build(operator, correct_diagonal=False)
     probes = draw(preconditioner, 4, torch.Generator().manual_seed(0))
-    full = stochastic_logdet(operator, probes, preconditioner, max_iterations=100, tolerance=1e-9)
+    full = log_determinant(operator, probes, preconditioner, max_iterations=100, tolerance=1e-9)
     for products in range(2, 12):
-        short = stochastic_logdet(operator, probes, preconditioner, max_iterations=products, tolerance=1e-12)
+        short = log_determinant(operator, probes, preconditioner, max_iterations=products, tolerance=1e-12)
         assert (short.mean - full.mean).abs() < 2 * short.positions.error
 
 
@@ -283,7 +299,7 @@ def test_full_rank_preconditioner_leaves_nothing_to_estimate() -> None:
     operator = system()
     preconditioner = PivotedCholesky(rank=N).build(operator)
     probes, _ = preconditioner.sample(torch.ones(preconditioner.num_signs, 2).double())
-    estimate = stochastic_logdet(operator, probes, preconditioner)
+    estimate = log_determinant(operator, probes, preconditioner)
     torch.testing.assert_close(estimate.mean, torch.logdet(operator.to_dense()), rtol=1e-6, atol=1e-6)
     assert estimate.sem < 1e-6
 
@@ -293,8 +309,8 @@ def test_members_of_a_batch() -> None:
     operator = single.expand(2, N, N)
     preconditioner = PivotedCholesky(rank=10).build(operator)
     probes = draw(preconditioner[0], 4, torch.Generator().manual_seed(0)).expand(2, N, 4)
-    batched = stochastic_logdet(operator, probes, preconditioner)
-    alone = stochastic_logdet(single, probes[0], preconditioner[0])
+    batched = log_determinant(operator, probes, preconditioner)
+    alone = log_determinant(single, probes[0], preconditioner[0])
     torch.testing.assert_close(batched.mean, alone.mean.expand(2))
     torch.testing.assert_close(batched.sem, alone.sem.expand(2))
 
@@ -307,7 +323,7 @@ def test_rounding_in_float32_does_not_run_wild() -> None:
     dense = 100 * torch.exp(-0.5 * torch.cdist(x, x).square()) + 1e-3 * torch.eye(300).double()
     preconditioner = PivotedCholesky(rank=20).build(operator, correct_diagonal=True)
     probes = draw(preconditioner, 8, torch.Generator().manual_seed(0))
-    estimate = stochastic_logdet(operator, probes, preconditioner)
+    estimate = log_determinant(operator, probes, preconditioner)
     assert estimate.sem < 250  # of -264; logarithms of negative Ritz values, cut off at zero, give -4000
     assert (estimate.mean - torch.logdet(dense)).abs() < 2 * estimate.sem
 
@@ -316,6 +332,6 @@ def test_one_row_is_exact() -> None:
     operator = NoisyLinearOperator(DenseLinearOperator(torch.tensor([[2.0]]).double()), torch.tensor([0.5]).double())
     preconditioner = PivotedCholesky(rank=1).build(operator)
     probes, _ = preconditioner.sample(torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double())
-    estimate = stochastic_logdet(operator, probes, preconditioner)
+    estimate = log_determinant(operator, probes, preconditioner)
     torch.testing.assert_close(estimate.mean, torch.tensor(2.5).double().log())
     assert estimate.sem < 1e-6
