@@ -37,10 +37,9 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         likelihood: Gaussian with diagonal noise.
         model: an ExactGP whose kernel has a registered spectral density.
         min_frequencies: m_0.
-        frequency_step: m_k - m_{k-1}.
+        frequency_step: m_k - m_{k-1}; the grid ends with the exact log likelihood.
         max_frequencies: limit of m_k; None is half the number of data.
         probabilities: "inverse", proportional to 1 / m_k; "adaptive", to the root mean square of earlier increments.
-        exact_last: the grid ends with the exact log likelihood. False is unbiased for the last number of frequencies.
         resample: False keeps frequencies and increment of the first step.
         solver, products, generator: as in `RussianRouletteMarginalLogLikelihood`.
 
@@ -52,7 +51,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         SpectralDensityMissingError: (from the call) no differentiable random features.
     """
 
-    _described = ("min_frequencies", "frequency_step", "max_frequencies", "probabilities", "exact_last", "resample")
+    _described = ("min_frequencies", "frequency_step", "max_frequencies", "probabilities", "resample")
 
     def __init__(
         self,
@@ -63,7 +62,6 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         frequency_step: int = 100,
         max_frequencies: int | None = None,
         probabilities: Literal["inverse", "adaptive"] = "inverse",
-        exact_last: bool = True,
         resample: bool = True,
         solver: Solver | None = None,
         products: KernelProducts | None = None,
@@ -83,12 +81,11 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             raise ValueError(f"probabilities must be 'inverse' or 'adaptive', got {probabilities!r}.")
         if not resample and probabilities == "adaptive":
             raise ValueError("resample=False freezes the draw, whose probabilities cannot adapt: take 'inverse'.")
-        check_flag("exact_last", exact_last)
         check_flag("resample", resample)
         super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
         self.max_frequencies, self.resample = max_frequencies, resample
-        self.probabilities, self.exact_last = probabilities, exact_last
+        self.probabilities = probabilities
         if not resample:
             self._line_search = None
 
@@ -108,7 +105,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         guess = 1 / grid[1:].double()
         if self.probabilities == "inverse":
             return guess / guess.sum()
-        if self.exact_last and len(guess) > 1:
+        if len(guess) > 1:
             guess[-1] = EXACT_SHARE / (1 - EXACT_SHARE) * guess[:-1].sum()
         seen = _seen(run, len(guess))
         if int((seen["count"] > 0).sum()):
@@ -119,22 +116,19 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             ).sqrt() + torch.finfo(torch.float64).tiny
         return (1 - UNIFORM_SHARE) * guess / guess.sum() + UNIFORM_SHARE / len(guess)
 
-    def _is_exact(self, grid: Tensor, index: int) -> bool:
-        return self.exact_last and index == len(grid) - 1
-
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
         grid = self._grid(num_data)
         probabilities = self._probabilities(grid, run)
         drawn = random_numbers.uniform((), generator, CPU)
         index = int(torch.searchsorted(probabilities.cumsum(0), drawn).clamp_max(len(grid) - 2)) + 1
         # The exact term needs no features of its own.
-        count = int(grid[index - 1] if self._is_exact(grid, index) else grid[index])
+        count = int(grid[index - 1] if index == len(grid) - 1 else grid[index])
         return count, {"index": torch.tensor(index, device=CPU), "probability": probabilities[index - 1]}
 
     def _sum(self, num_data: int, draws: Draws) -> FeatureSum:
         grid, index, probability = self._grid(num_data), int(draws["index"]), float(draws["probability"])
         lower, upper = grid[index - 1 : index + 1].tolist()
-        is_exact = self._is_exact(grid, index)
+        is_exact = index == len(grid) - 1
         weights = {self.min_frequencies: 1.0}
         weights[lower] = weights.get(lower, 0.0) - 1 / probability
         if not is_exact:

@@ -325,7 +325,7 @@ def test_duplicate_rows_and_tiny_noise_never_give_nan(mll_class: type) -> None:
         (gpi.mlls.PathwiseMarginalLogLikelihood, {"corrected": "no"}, "corrected"),
         (gpi.mlls.PathwiseMarginalLogLikelihood, {"prior": "exact", "num_frequencies": 10}, "leave it out"),
         (gpi.mlls.RussianRouletteMarginalLogLikelihood, {"resample": "no"}, "resample"),
-        (gpi.mlls.SingleSampleRFFMarginalLogLikelihood, {"exact_last": 1}, "exact_last"),
+        (gpi.mlls.SingleSampleRFFMarginalLogLikelihood, {"resample": 1}, "resample"),
     ],
 )
 def test_options_that_are_no_choices(make: type, options: dict, message: str) -> None:

@@ -138,33 +138,27 @@ def inject(mll: gpytorch.mlls.MarginalLogLikelihood, state: dict[str, Tensor], i
     )
 
 
-@pytest.mark.parametrize("exact_last", [True, False])
 @pytest.mark.parametrize("frequency_step", [3, 1])
-def test_enumerated_increments_add_up_to_the_last_term(exact_last: bool, frequency_step: int) -> None:
-    """For fixed frequencies, sum_k p_k f_k is the exact value and gradient, or that of all frequencies."""
+def test_enumerated_increments_add_up_to_the_last_term(frequency_step: int) -> None:
+    """For fixed frequencies, sum_k p_k f_k is the exact value and gradient."""
     case = rff_case()
     options = GRID | {"frequency_step": frequency_step}
-    mll = SingleSample(case.likelihood, case.model, exact_last=exact_last, resample=False, generator=0, **options)
+    mll = SingleSample(case.likelihood, case.model, resample=False, generator=0, **options)
     mll(case.model(case.x), case.y)
     state = mll.training_state()
     full = RFF(case.likelihood, case.model, num_frequencies=13, generator=5)
     full(case.model(case.x), case.y)
-    drawn = {name: t for name, t in full.training_state().items() if name.startswith("features.")}
-    state |= drawn
+    state |= {name: t for name, t in full.training_state().items() if name.startswith("features.")}
     grid = torch.arange(4, 14, frequency_step)
     p = (1 / grid[1:].double()) / (1 / grid[1:].double()).sum()
     torch.testing.assert_close(mll._probabilities(grid, mll._run), p)
-    if exact_last:
-        expected, expected_gradients = exact(case)
-    else:
-        expected = naive_value(case, drawn, 13)
-        expected_gradients = gradients_of(case, expected)
+    expected, expected_gradients = exact(case)
     value, gradients = torch.zeros_like(expected.detach()), {name: 0.0 for name in expected_gradients}
     for index, probability in enumerate(p.tolist(), start=1):
         inject(mll, state, index, probability)
         term, term_gradients = value_and_gradients(mll, case)
         report = mll.report.truncation
-        assert (report.grid_index, report.is_exact) == (index, exact_last and index == len(p))
+        assert (report.grid_index, report.is_exact) == (index, index == len(p))
         value += probability * term
         for name, gradient in term_gradients.items():
             gradients[name] = gradients[name] + probability * gradient
@@ -327,9 +321,8 @@ def test_outputscale_that_underflows_to_zero(dtype: torch.dtype) -> None:
 def test_draws_of_another_grid_are_refused() -> None:
     case = rff_case()
     state = SingleSample(case.likelihood, case.model, **GRID).training_state()
-    for options in ({"max_frequencies": 10}, {"exact_last": False}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))} is"):
-            SingleSample(case.likelihood, case.model, **(GRID | options)).load_training_state(state)
+    with pytest.raises(ValueError, match="max_frequencies is"):
+        SingleSample(case.likelihood, case.model, **(GRID | {"max_frequencies": 10})).load_training_state(state)
 
 
 def test_predictions_are_those_of_the_kernel() -> None:

@@ -162,7 +162,6 @@ GAUSSIAN: list[tuple[type, dict, dict]] = [
     (gpi.mlls.TruncatedCGMarginalLogLikelihood, {}, {"num_steps": 3}),
     (gpi.mlls.RFFMarginalLogLikelihood, {}, {"num_frequencies": 5}),
     (gpi.mlls.SingleSampleRFFMarginalLogLikelihood, {}, {"probabilities": "adaptive"}),
-    (gpi.mlls.SingleSampleRFFMarginalLogLikelihood, {}, {"exact_last": False}),
 ]
 
 
