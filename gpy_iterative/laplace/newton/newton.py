@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_fraction, check_instance
+from gpy_iterative.checks import check_count, check_instance
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32, CurvatureFloor
 from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolver, Problem, StepSolver
@@ -25,6 +25,8 @@ from gpy_iterative.random_numbers import normal
 from gpy_iterative.worker_threads import divided
 
 EXACT_LATENTS = 2000
+#: Relative weighted residual that ends a step's solve.
+FORCING = 0.1
 #: Default covariance actions of predictions: most, least, and bytes that allow those between.
 MOST_PREDICTED, LEAST_PREDICTED, PREDICTED_BYTES = 400, 100, 2**29
 #: Covariance actions: relative residual that draws new right-hand sides, number of products.
@@ -41,7 +43,6 @@ class LaplaceNewton(LaplaceSolver):
 
     Args:
         max_inner: most actions per Newton step.
-        forcing: relative weighted residual that ends a step's solve.
         preconditioner: recipe for a low-rank factor of K with k columns per function (in total for coupled functions), for
             fewer actions to the mode; None is conjugate gradients on I + R^T K R. A Newton step costs
             n C^2 k^2 + (C k)^3 / 3 multiply-adds; memory n k (n C k without a shared kernel) plus (C k)^2.
@@ -54,7 +55,6 @@ class LaplaceNewton(LaplaceSolver):
     """
 
     max_inner: int = 20
-    forcing: float = 0.1
     preconditioner: LowRankRecipe | None = None
     max_rank: int = 300
     num_covariance_actions: int | None = None
@@ -68,7 +68,6 @@ class LaplaceNewton(LaplaceSolver):
         super().__post_init__()
         check_count("max_inner", self.max_inner)
         check_count("max_rank", self.max_rank)
-        check_fraction("forcing", self.forcing)
         if self.num_covariance_actions is not None:
             check_count("num_covariance_actions", self.num_covariance_actions, least=0)
         check_instance("preconditioner", self.preconditioner, LowRankRecipe, "RandomlyPivotedCholesky(rank=100)")
@@ -133,7 +132,7 @@ class _SubspaceSteps(StepSolver):
     ) -> tuple[Tensor, Tensor]:
         """Solution v and K v; `first` are the first actions."""
         curvature, rhs = system.curvature, self._rhs(iterate, system.curvature)
-        target = self._options.forcing * _whitened_norm(curvature, iterate.error)  # residual of v
+        target = FORCING * _whitened_norm(curvature, iterate.error)  # residual of v
         v, image = self._galerkin(system, rhs)
         for inner in range(limit):
             # W r without W^+, which cancels.

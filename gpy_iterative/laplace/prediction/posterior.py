@@ -42,6 +42,8 @@ from gpy_iterative.training.training_system import check_has_data, check_inputs,
 logger = logging.getLogger(__name__)
 
 CHUNK_POINTS = 1024
+#: Relative residual of solves at the mode.
+TOLERANCE = 1e-4
 #: Relative size of negative variances from rounding.
 NEGATIVE_VARIANCE = 1e-6
 
@@ -154,16 +156,16 @@ class LaplacePosterior:
             shape = (*points[0].shape[:-1], latents)
             return torch.cat(means).view(shape), torch.cat(blocks).view(*shape, latents)
 
-    def split_variance(self, *inputs: Tensor, tolerance: float = 1e-4) -> VarianceSplit:
+    def split_variance(self, *inputs: Tensor) -> VarianceSplit:
         """The variance at test inputs [*b, t, d] and its parts.
 
-        Solves with t C columns to the relative residual `tolerance`, or warns with ConvergenceWarning.
+        Solves with t C columns, or warns with ConvergenceWarning.
         """
         total = self.moments(*inputs)[1].diagonal(dim1=-2, dim2=-1)
         fit = self._current()
         with torch.no_grad():
             points = checked_inputs(fit.inputs, inputs)
-            parts = [self._exact_variance(fit, chunk, tolerance) for chunk in _chunks(points)]
+            parts = [self._exact_variance(fit, chunk) for chunk in _chunks(points)]
         mathematical = torch.minimum(torch.cat(parts).view(total.shape), total)
         if fit.is_single:
             total, mathematical = total.squeeze(-1), mathematical.squeeze(-1)
@@ -181,9 +183,7 @@ class LaplacePosterior:
             curvature = fit.solution.curvature
             noise = normal((curvature.num_columns, num_paths), generator, fit.solution.value.device)
             whitened = curvature.root_t(functions(fit.distribution).double().flatten(0, 1)) + noise
-            update = fit.solution.value.view(-1, 1) - curvature.root(
-                self._solve(fit, whitened, tolerance=1e-4).value.double()
-            )
+            update = fit.solution.value.view(-1, 1) - curvature.root(self._solve(fit, whitened).value.double())
         return LaplaceSamplePaths(fit.snapshot, functions, fit.inputs, update, self._products)
 
     def _current(self, initial_weights: Tensor | None = None) -> LaplaceFit:
@@ -253,19 +253,19 @@ class LaplacePosterior:
         found = product(test_train, columns)
         return mean.reshape(-1) + found[:, 0], found[:, 1:], test_test
 
-    def _exact_variance(self, fit: LaplaceFit, points: list[Tensor], tolerance: float) -> Tensor:
+    def _exact_variance(self, fit: LaplaceFit, points: list[Tensor]) -> Tensor:
         latents = fit.prior.num_latents
         _, test_train, test_test = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
         whitened = fit.solution.curvature.root_t(test_train.to_dense().double().mT)
-        solution = self._solve(fit, whitened, tolerance=tolerance)
+        solution = self._solve(fit, whitened)
         # The residual makes the error second order in the solve's: large terms cancel.
         known = (solution.value.double() * (whitened + solution.residual.double())).sum(0).view(-1, latents)
         return (point_blocks(test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)
 
-    def _solve(self, fit: LaplaceFit, columns: Tensor, *, tolerance: float) -> Solution:
+    def _solve(self, fit: LaplaceFit, columns: Tensor) -> Solution:
         dtype, system = fit.prior.operator.dtype, WhitenedSystem.at(fit.prior.operator, fit.solution)
         with reporting_solve(self._progress) as callback:
-            found = system.solve(columns, tolerance, callback)
+            found = system.solve(columns, TOLERANCE, callback)
         if found.status is not SolveStatus.CONVERGED:
             warn(
                 f"A solve at the mode ended with status {found.status.name.lower()}: {float64_first(dtype)}keep "

@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.literal_newton import LiteralNewton
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
+from gpy_iterative.laplace.newton import newton
 from gpy_iterative.laplace.newton.base import Problem
 from gpy_iterative.laplace.newton.basis import ActionBasis, GalerkinSystem
 from gpy_iterative.likelihoods import LogitBernoulliLikelihood, PointwiseLikelihood, PoissonLogLikelihood
@@ -134,7 +135,8 @@ def undamped(problem: Case, solver: LaplaceNewton) -> tuple[Tensor, int]:
     return steps.step(posed.evaluated(mean, torch.zeros_like(mean)), curvature)[0], steps.num_products
 
 
-def test_weighted_residuals_are_conjugate_gradients_on_the_whitened_system() -> None:
+def test_weighted_residuals_are_conjugate_gradients_on_the_whitened_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newton, "FORCING", 1e-12)
     problem = case("poisson-log", n=25)
     kernel, w, rhs = newton_system(problem)
     root = w.sqrt()
@@ -146,7 +148,7 @@ def test_weighted_residuals_are_conjugate_gradients_on_the_whitened_system() -> 
         length = (r @ r) / (d @ image)
         x, following = x + length * d, r - length * image
         d, r = following + (following @ following) / (r @ r) * d, following
-    solver = LaplaceNewton(max_outer=1, max_inner=6, forcing=1e-12)
+    solver = LaplaceNewton(max_outer=1, max_inner=6)
     v, products = undamped(problem, solver)
     torch.testing.assert_close(v, root * x, rtol=1e-7, atol=1e-8)
     solution = solver.solve(problem.prior(), problem.pointwise())
@@ -170,10 +172,11 @@ def test_published_residuals_are_conjugate_gradients() -> None:
     assert solution.num_kernel_products == 13
 
 
-def test_recycled_subspaces_are_solved_already() -> None:
+def test_recycled_subspaces_are_solved_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newton, "FORCING", 1e-12)
     problem = case("poisson-log", n=25)
     prior, likelihood = problem.prior(), problem.pointwise()
-    first = LaplaceNewton(max_outer=1, max_inner=6, forcing=1e-12).solve(prior, likelihood)
+    first = LaplaceNewton(max_outer=1, max_inner=6).solve(prior, likelihood)
     basis = ActionBasis(25, 10, prior.mean)
     basis.replace(first.inverse.actions, first.inverse.images)
     curvature = likelihood.curvature(prior.mean + 0.7, NO_FLOOR)
@@ -209,10 +212,11 @@ def test_computational_uncertainty_is_never_negative_and_shrinks() -> None:
         before = now
 
 
-def test_compression_keeps_the_mean_and_most_of_the_variance() -> None:
+def test_compression_keeps_the_mean_and_most_of_the_variance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newton, "FORCING", 1e-12)
     problem = case("poisson-log", n=40)
     prior, likelihood = problem.prior(), problem.pointwise()
-    solution = LaplaceNewton(max_outer=1, max_inner=20, forcing=1e-12).solve(prior, likelihood)
+    solution = LaplaceNewton(max_outer=1, max_inner=20).solve(prior, likelihood)
     curvature = likelihood.curvature(prior.mean, NO_FLOOR)
     kernel, rhs = prior.operator.to_dense(), torch.sin(torch.arange(40.0, dtype=torch.float64))
 
@@ -389,7 +393,6 @@ def test_published_algorithms_converge_where_they_do() -> None:
         ({"max_rank": 0}, "max_rank"),
         ({"tolerance": 0.0}, "tolerance"),
         ({"tolerance": 1.5}, "tolerance"),
-        ({"forcing": 1.0}, "forcing"),
         ({"num_covariance_actions": -1}, "num_covariance_actions"),
     ],
 )
