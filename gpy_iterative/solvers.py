@@ -10,7 +10,6 @@ from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
-from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.linear_solvers.stochastic_descent import StochasticDualDescent, StochasticGradientDescent
 from gpy_iterative.randomized.solver_series import Series, conjugate_gradient_series, russian_roulette_solve
@@ -41,6 +40,5 @@ __all__ = [
     "StochasticGradientDescent",
     "conjugate_gradient_series",
     "default_solver",
-    "krylov_logarithm_terms",
     "russian_roulette_solve",
 ]

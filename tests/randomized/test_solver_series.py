@@ -10,12 +10,12 @@ from torch import Tensor
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import RBF
+from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
 from gpy_iterative.solvers import (
     Series,
     SolveStatus,
     conjugate_gradient_series,
-    krylov_logarithm_terms,
     russian_roulette_solve,
 )
 from gpy_iterative.truncation import AutomaticTruncation, ExponentialTruncation, FixedTruncation

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.randomized.solver_series import Series
-from gpy_iterative.solvers import conjugate_gradient_series, krylov_logarithm_terms
+from gpy_iterative.solvers import conjugate_gradient_series
 from tests import oracles
 from tests.linear_solvers.contract import right_hand_sides, system
 
