@@ -88,8 +88,6 @@ def test_fractions() -> None:
         (gpi.solvers.ConjugateGradients, "max_epochs", (0, "a", True)),
         (gpi.solvers.StochasticGradientDescent, "momentum", (1, "a")),
         (gpi.solvers.StochasticGradientDescent, "learning_rate", (-1, "a")),
-        (gpi.solvers.StochasticDualDescent, "averaging", (0, "a")),
-        (gpi.solvers.AcceleratedSketchAndProject, "convexity", (2, "a")),
         (gpi.linear_operators.KernelProducts, "cache_memory", (-1, "1GB")),
         (gpi.truncation.ExponentialTruncation, "rate", (-1, "a")),
     ],

@@ -13,7 +13,7 @@ from linear_operator import LinearOperator
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_rate
+from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.cholesky import block_cholesky
@@ -22,6 +22,9 @@ from gpy_iterative.linear_solvers.stochastic_descent import WayBack, largest_eig
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.nystrom import Nystrom
 from gpy_iterative.random_numbers import permutation
+
+#: Mu over its maximum, block_size / n. Iterates oscillate if it is too small.
+CONVEXITY = 1 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class _State(SolverState):
     momentum: Tensor  # v [n, s]
     momentum_residual: Tensor
     way_back: WayBack
-    convexity: float | None  # None without acceleration
+    is_accelerated: bool
     generator: torch.Generator
 
 
@@ -47,29 +50,24 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
     Args:
         block_size: rows of a block, at most n.
         rank: of a damped Nystrom approximation of the block; None: exact solves.
-        convexity: mu, at most block_size / n; None: a third of that. Iterates oscillate if it is too small.
     """
 
     block_size: int = 512
     rank: int | None = None
-    convexity: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("block_size", self.block_size)
         if self.rank is not None:
             check_count("rank", self.rank)
-        if self.convexity is not None:
-            check_rate("convexity", self.convexity)
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         generator = torch.Generator().manual_seed(0) if inputs.generator is None else inputs.generator
-        largest = min(self.block_size / operator.shape[-1], 1.0)
-        convexity = largest / 3 if self.convexity is None else min(self.convexity, largest)
-        return self._begin(iterate, convexity, generator)
+        return self._begin(iterate, generator, is_accelerated=True)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
-        return replace(self._begin(iterate, state.convexity, state.generator), curvature=state.curvature)
+        begun = self._begin(iterate, state.generator, is_accelerated=state.is_accelerated)
+        return replace(begun, curvature=state.curvature)
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
         rows = permutation(operator.shape[-1], state.generator, operator.device)[: self.block_size]
@@ -82,17 +80,16 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         iterate.value.copy_(state.ahead)
         iterate.value[rows] += update
         torch.sub(state.ahead_residual, product, out=iterate.residual)
-        if state.convexity is None:
+        if state.is_accelerated:
+            self._accelerate(iterate, state, rows, update, product)
+        else:
             state.ahead.copy_(iterate.value)
             state.ahead_residual.copy_(iterate.residual)
-        else:
-            self._accelerate(iterate, state, state.convexity, rows, update, product)
         return state if state.way_back.growth(iterate.residual) <= 1 else self._give_up(iterate, state)
 
-    def _accelerate(
-        self, iterate: Iterate, state: _State, convexity: float, rows: Tensor, update: Tensor, product: Tensor
-    ) -> None:
+    def _accelerate(self, iterate: Iterate, state: _State, rows: Tensor, update: Tensor, product: Tensor) -> None:
         blocks = max(len(state.ahead) / self.block_size, 1.0)
+        convexity = CONVEXITY / blocks
         keep = 1 - math.sqrt(convexity / blocks)
         stride = 1 / math.sqrt(convexity * blocks)
         share = 1 / (1 + stride * blocks)
@@ -113,7 +110,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         damped = LowRankPlusDiagonal(approximation.factor, torch.full_like(residual[:, 0], damping))
         return damped.solve(residual), math.inf
 
-    def _begin(self, iterate: Iterate, convexity: float | None, generator: torch.Generator) -> _State:
+    def _begin(self, iterate: Iterate, generator: torch.Generator, *, is_accelerated: bool) -> _State:
         return _State(
             ahead=iterate.value.clone(),
             ahead_residual=iterate.residual.clone(),
@@ -121,11 +118,11 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
             momentum_residual=iterate.residual.clone(),
             way_back=WayBack.to(iterate),
             share=min(self.block_size / len(iterate.residual), 1.0),
-            convexity=convexity,
+            is_accelerated=is_accelerated,
             generator=generator,
         )
 
     def _give_up(self, iterate: Iterate, state: _State) -> _State:
         state.way_back.take(iterate)
-        begun = self._begin(iterate, None, state.generator)
-        return replace(begun, has_diverged=state.convexity is None, curvature=state.curvature)
+        begun = self._begin(iterate, state.generator, is_accelerated=False)
+        return replace(begun, has_diverged=not state.is_accelerated, curvature=state.curvature)

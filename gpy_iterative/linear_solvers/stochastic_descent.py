@@ -15,7 +15,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_number, check_positive, check_rate
+from gpy_iterative.checks import check_count, check_number, check_positive
 from gpy_iterative.linear_operators.extensions import dense_rows, rows_matmul
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.columns import READS_EVERY, Iterate
@@ -28,6 +28,8 @@ MAX_POWER_ITERATIONS = 10
 #: Growth of a residual at which a round restarts.
 DIVERGENCE = 10.0
 MAX_HALVINGS = 5
+#: Weight of the newest iterate in dual descent's geometric average.
+AVERAGING = 0.1
 
 
 @dataclass(frozen=True)
@@ -210,16 +212,9 @@ class StochasticDualDescent(StochasticDescent[_DualState]):
         momentum: Nesterov's.
         learning_rate: for the mean gradient of a batch (n times the paper's step size); None: half of
             min((2 + 2 momentum) / (1 + 2 momentum) n / lambda_max(H), 2 (1 - momentum) batch_size / max H_ii).
-        averaging: weight of the newest iterate in the geometric average.
     """
 
     state_class: ClassVar[type] = _DualState
-
-    averaging: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_rate("averaging", self.averaging)
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _DualState) -> _DualState:
         rows = permutation(operator.shape[-1], state.generator, operator.device)[: self.batch_size]
@@ -230,8 +225,8 @@ class StochasticDualDescent(StochasticDescent[_DualState]):
         state.velocity_product.mul_(self.momentum).addmm_(dense_rows(operator, rows).mT, change)
         state.position.add_(state.velocity)
         state.residual.sub_(state.velocity_product)
-        iterate.value.lerp_(state.position, self.averaging)
-        iterate.residual.lerp_(state.residual, self.averaging)
+        iterate.value.lerp_(state.position, AVERAGING)
+        iterate.residual.lerp_(state.residual, AVERAGING)
         return self._within_bounds(operator, iterate, state, state.residual)
 
     def _at_rest(self, iterate: Iterate) -> dict[str, Tensor]:

@@ -28,28 +28,15 @@ class TestApproximateBlocks(RandomSolverContract):
 
 def test_iterates_are_the_naive_ones() -> None:
     operator, rhs = system(), right_hand_sides()
-    solver = dataclasses.replace(SOLVER, convexity=0.05)
     iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
-    state = solver.init(operator, iterate, SolveInputs(generator=torch.Generator().manual_seed(1)))
+    state = SOLVER.init(operator, iterate, SolveInputs(generator=torch.Generator().manual_seed(1)))
     twin, blocks = torch.Generator().manual_seed(1), []
     for _ in range(12):
-        state = solver.step(operator, iterate, state)
+        state = SOLVER.step(operator, iterate, state)
         blocks.append(torch.randperm(N, generator=twin)[:20])
-        expected = oracles.sketch_and_project(operator.to_dense(), rhs, blocks, 0.05)
+        expected = oracles.sketch_and_project(operator.to_dense(), rhs, blocks, 20 / N / 3)
         torch.testing.assert_close(iterate.value, expected)
         torch.testing.assert_close(iterate.residual, rhs - operator.to_dense() @ expected)
-
-
-def test_convexity_is_at_most_the_share_of_a_block() -> None:
-    operator, rhs = system(), right_hand_sides()
-    iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
-
-    def convexity(value: float | None) -> float:
-        return dataclasses.replace(SOLVER, convexity=value).init(operator, iterate, SolveInputs()).convexity
-
-    assert convexity(None) == pytest.approx(20 / N / 3)
-    assert convexity(0.01) == 0.01
-    assert convexity(1.0) == 20 / N
 
 
 def test_one_block_takes_one_iteration() -> None:
@@ -65,7 +52,7 @@ def test_acceleration_pays_where_the_system_is_ill_conditioned() -> None:
     for accelerated in (True, False):
         iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
         state = SOLVER.init(operator, iterate, SolveInputs(generator=torch.Generator().manual_seed(2)))
-        state = state if accelerated else dataclasses.replace(state, convexity=None)
+        state = state if accelerated else dataclasses.replace(state, is_accelerated=False)
         for _ in range(400):
             state = SOLVER.step(operator, iterate, state)
         norms.append(float(true_norms(operator, rhs, iterate.value)))
@@ -96,7 +83,7 @@ def test_what_diverges_goes_on_without_acceleration_and_then_says_so() -> None:
     iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
     state = SOLVER.init(operator, iterate, SolveInputs())
     state = SOLVER.step(operator, iterate, without_leave_to_grow(state))
-    assert state.convexity is None
+    assert not state.is_accelerated
     assert not state.has_diverged
     assert torch.equal(iterate.value, torch.zeros_like(rhs))
     torch.testing.assert_close(iterate.residual, rhs)
@@ -111,17 +98,7 @@ def test_indefinite_blocks_are_reported() -> None:
     assert torch.isfinite(solution.value).all()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block_size": 0},
-        {"block_size": 2.5},
-        {"rank": 0},
-        {"convexity": 0.0},
-        {"convexity": 1.5},
-        {"convexity": torch.nan},
-    ],
-)
+@pytest.mark.parametrize("options", [{"block_size": 0}, {"block_size": 2.5}, {"rank": 0}])
 def test_bad_options(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         AcceleratedSketchAndProject(**options)
