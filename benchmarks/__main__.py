@@ -3,7 +3,6 @@
 import importlib
 import json
 import pkgutil
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +10,9 @@ import typer
 
 from benchmarks import cases, page
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
-from benchmarks.comparison import compare_contenders, compare_folders
 from benchmarks.runner import CONTENDERS, RESULTS, run_here
 from benchmarks.runs import Measured
-from benchmarks.suite import CASES, Case, NothingToShowError, Preset, measured, nothing_saved, saved_runs
+from benchmarks.suite import CASES, Case, Preset, measured, nothing_saved, saved_runs
 from benchmarks.tables import Table
 
 ChosenPreset = Annotated[Preset, typer.Option(help="smoke (seconds, no claims), quick (an hour), paper (days).")]
@@ -57,70 +55,19 @@ def run(
 
 @app.command()
 def table(names: ChosenCases = None, preset: ChosenPreset = Preset.QUICK, results: ResultsFolder = RESULTS) -> None:
-    """The tables of what is saved, beside the published figures."""
-    for case, found in _saved(_chosen(names), preset, results):
-        _show(case, found)
-
-
-def _saved(chosen: Iterable[Case], preset: Preset, results: Path) -> Iterator[tuple[Case, list[Measured]]]:
-    """Cases with what is saved of them; says what is not, and ends the command with status 1 where nothing is."""
-    empty = True
-    for case in chosen:
-        if found := measured(case, preset, results):
-            empty = False
-            yield case, found
-        else:
+    """The tables of what is saved, beside the published figures; status 1 where nothing is."""
+    saved = [(case, measured(case, preset, results)) for case in _chosen(names)]
+    for case, found in saved:
+        if not found:
             typer.echo(nothing_saved(case, preset, results), err=True)
-    if empty:
+        _show(case, found)
+    if not any(found for _, found in saved):
         raise typer.Exit(1)
 
 
 def _show(case: Case, found: list[Measured]) -> None:
     for shown in case.tables(found) if found else ():
         console.print(shown.for_terminal())
-
-
-@app.command()
-def plot(
-    names: ChosenCases = None,
-    preset: ChosenPreset = Preset.QUICK,
-    results: ResultsFolder = RESULTS,
-    out: Annotated[Path, typer.Option(help="Folder of the pictures.")] = Path("out/benchmarks"),
-) -> None:
-    """The pictures of what is saved."""
-    drawn = {case: case.pictures for case in _chosen(names) if case.pictures is not None}
-    for name in names or ():
-        if CASES[name].pictures is None:
-            typer.echo(f"{name} has no pictures.", err=True)
-    for case, found in _saved(drawn, preset, results):
-        for path in drawn[case](found, out):
-            console.print(f"drew {path}")
-
-
-@app.command()
-def compare(
-    first: Annotated[str, typer.Argument(help="A folder of results, or a contender.")],
-    second: Annotated[str, typer.Argument(help="Another.")],
-    case: Annotated[str | None, typer.Option(help="Of the contenders.")] = None,
-    preset: ChosenPreset = Preset.QUICK,
-    results: ResultsFolder = RESULTS,
-) -> None:
-    """Ratios of all figures that two folders of results, or two contenders of a case, have in common."""
-    if case is None:
-        if missing := [name for name in (first, second) if not Path(name).is_dir()]:
-            raise typer.BadParameter(f"{missing[0]!r} is no folder; to compare contenders, say of which --case.")
-        tables = compare_folders(Path(first), Path(second))
-    else:
-        (chosen,) = _chosen([case])
-        found = measured(chosen, preset, results)
-        if not found:
-            raise NothingToShowError(nothing_saved(chosen, preset, results))
-        tables = compare_contenders(first, second, found)
-    try:
-        for shown in tables:
-            console.print(shown.for_terminal())
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.comparison import described
 from benchmarks.runner import RESULTS
 from benchmarks.runs import Measured
 from benchmarks.suite import CASES, Case, NothingToShowError, Preset, measured, measuring
@@ -58,7 +57,8 @@ def _section(case: Case, found: list[Measured], preset: Preset, docs: Path) -> s
 
 def _environments(found: list[Measured]) -> str:
     """Machines and versions of all runs."""
-    counts = Counter(described(measured.outcome["environment"]) for measured in found)
+    told = (measured.outcome["environment"].items() for measured in found)
+    counts = Counter(", ".join(f"{name} {value}" for name, value in environment) for environment in told)
     return "\n".join(f"*{count} run{'s' * (count > 1)}: {environment}.*" for environment, count in counts.items())
 
 

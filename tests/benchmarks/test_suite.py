@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from benchmarks import __main__ as program
 from benchmarks import page, runs, suite
 from benchmarks.__main__ import app
-from benchmarks.comparison import compare_contenders, compare_folders
 from benchmarks.runner import run_apart
 from benchmarks.runs import Measured, Run, SavedRuns
 from benchmarks.suite import CASES, Case, Preset
@@ -131,20 +130,6 @@ def test_the_page_has_tables_pictures_and_environments(
         page.render(Preset.PAPER, tmp_path / "results", tmp_path / "docs")
 
 
-def test_comparisons_are_ratios_with_both_environments(made_up: Case, processes: list, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        suite.saved_runs(made_up, Preset.QUICK, tmp_path / name).execute([OURS, RIVAL], len(name), CONSOLE)
-    (table,) = compare_contenders("ours", "rival", suite.measured(made_up, Preset.QUICK, tmp_path / "a"))
-    assert table.rows == [["rmse", "0.5", "1", "0.500"], ["seconds", "3.4", "3", "1.133"]]
-    ours, _ = compare_folders(tmp_path / "a", tmp_path / "b")
-    assert ours.rows[0] == ["rmse", "0.5", "0.5", "1.000"]
-    assert "threads 1" in ours.title
-    with pytest.raises(ValueError, match="there are: ours, rival"):
-        list(compare_contenders("ours", "nobody", suite.measured(made_up, Preset.QUICK, tmp_path / "a")))
-    with pytest.raises(ValueError, match="no run in common"):
-        list(compare_folders(tmp_path / "a", tmp_path / "nowhere"))
-
-
 def test_what_is_not_saved_is_said(
     made_up: Case, processes: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,9 +143,6 @@ def test_what_is_not_saved_is_said(
         ("table",): nothing,
         ("table", "made up"): nothing,
         ("table", "bare", "--preset", "paper"): "The preset paper leaves bare out.",
-        ("plot",): nothing,
-        ("plot", "bare"): "bare has no pictures.",
-        ("compare", "ours", "rival", "--case", "made up"): nothing,
         (
             "render",
         ): f"Nothing is saved in {tmp_path / 'quick'}; `run --preset quick --results {tmp_path}` measures it.",
@@ -192,10 +174,10 @@ def test_every_preset_of_every_case_is_planned() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    for arguments in (["run", "nothing"], ["table", "nothing"], ["compare", "nowhere", "nothing"]):
+    for arguments in (["run", "nothing"], ["table", "nothing"]):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 2, arguments
-        assert "noth" in result.output or "nowhere" in result.output
+        assert "noth" in result.output
     result = CliRunner().invoke(app, ["list"])
     assert result.exit_code == 0
     assert all(name in result.output for name in CASES)
