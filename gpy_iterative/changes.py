@@ -6,6 +6,7 @@ Versions do not count writes through `.data`, such as GPyTorch's `initialize`: c
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -31,18 +32,20 @@ class SeenVersions:
     """Tensors recognised by identity and version; inference tensors, which have no version, by identity and value."""
 
     references: tuple[weakref.ref[Tensor], ...] = ()
-    versions: tuple[int | None, ...] = ()
-    values: tuple[Tensor, ...] = ()  # copies of inference tensors
+    versions: tuple[int, ...] = ()  # of tensors that have one
+    values: tuple[Tensor, ...] = ()  # copies of the others
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "SeenVersions":
+        versions = tuple(tensor._version for tensor in filterfalse(Tensor.is_inference, tensors))
         values = tuple(tensor.clone() for tensor in filter(Tensor.is_inference, tensors))
-        return cls(tuple(map(weakref.ref, tensors)), tuple(map(_version, tensors)), values)
+        return cls(tuple(map(weakref.ref, tensors)), versions, values)
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
         return (
-            self.versions == tuple(map(_version, tensors))
+            len(tensors) == len(self.references)
             and all(reference() is tensor for reference, tensor in zip(self.references, tensors, strict=True))
+            and self.versions == tuple(tensor._version for tensor in filterfalse(Tensor.is_inference, tensors))
             and all(map(same_tensor, self.values, filter(Tensor.is_inference, tensors)))
         )
 
@@ -86,10 +89,6 @@ def same_tensor(left: Tensor, right: Tensor) -> bool:
     if torch.equal(left, right):
         return True
     return left.is_floating_point() and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _counting_writes(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:
