@@ -19,6 +19,8 @@ MAX_HALVINGS = 50
 NOISE_RATE, MOST_LOG_CHANGE = 0.1, 1.0
 #: Relative distance of the noise from its bounds, where raw values are infinite.
 MARGIN = 1e-3
+#: Last rate over first rate. Noise and hyperparameters move after one of so many parts of the steps.
+FINAL_FRACTION, FROZEN_PARTS = 0.01, 10
 #: Default rate of hyperparameters: with a head alone, and with random features, whose bound biases them.
 HYPER_RATE, BIASED_HYPER_RATE = 0.05, 1e-5
 
@@ -129,10 +131,11 @@ class NoiseNaturalGradient(_Optimizer):
 
 
 class QuadruplyStochasticOptimizer(_Optimizer):
-    """All optimisers of a quadruply stochastic model, with exponentially decaying rates.
+    """All optimisers of a quadruply stochastic model, with rates that fall exponentially to a hundredth.
 
     `HeadNaturalGradient` moves the head of a `NystromBasis`, `NoiseNaturalGradient` the noise of a `GaussianLikelihood`,
-    Adagrad other variational parameters and relevance vectors' precisions, Adam other hyperparameters.
+    Adagrad other variational parameters and relevance vectors' precisions, Adam other hyperparameters. Noise and
+    hyperparameters move after a tenth of the steps.
 
     Args:
         model: to train.
@@ -142,8 +145,6 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         learning_rate: of Adagrad.
         hyper_learning_rate: of Adam; 0 fixes hyperparameters. None is .05 with a head alone, else 1e-5, as random features
             bias them.
-        final_fraction: last rate over first rate.
-        num_frozen_steps: steps before noise and hyperparameters move; None is a tenth.
 
     Attributes:
         optimizers: its optimisers.
@@ -159,23 +160,17 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         num_steps: int,
         learning_rate: float = 0.1,
         hyper_learning_rate: float | None = None,
-        final_fraction: float = 1e-2,
-        num_frozen_steps: int | None = None,
     ) -> None:
         if not isinstance(model, QuadruplyStochasticGP):
             raise TypeError(f"QuadruplyStochasticOptimizer needs a QuadruplyStochasticGP, got {type(model).__name__}.")
         check_instance("likelihood", likelihood, Likelihood, "GaussianLikelihood()")
         check_count("num_steps", num_steps)
         check_rate("learning_rate", learning_rate)
-        check_rate("final_fraction", final_fraction)
         has_own_head = model.basis.num_head_features > 0
         if hyper_learning_rate is None:
             is_head_alone = has_own_head and not model.num_tail_groups
             hyper_learning_rate = HYPER_RATE if is_head_alone else BIASED_HYPER_RATE
         check_fraction("hyper_learning_rate", hyper_learning_rate, ends=True)
-        frozen = num_steps // 10 if num_frozen_steps is None else num_frozen_steps
-        if not 0 <= frozen <= num_steps:
-            raise ValueError(f"num_frozen_steps must lie between 0 and num_steps = {num_steps}, got {frozen}.")
         check_count("num_data", num_data)
         optimizers: list[torch.optim.Optimizer] = []
         own = [] if likelihood is None else list(likelihood.parameters())
@@ -192,8 +187,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
             optimizers.append(torch.optim.Adam(hyper, lr=hyper_learning_rate))
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
         self.optimizers, self.num_done = optimizers, 0
-        self.options = {"num_data": num_data, "num_steps": num_steps}
-        self.options |= {"final_fraction": final_fraction, "num_frozen_steps": frozen}
+        self.num_data, self.num_steps = num_data, num_steps
         self.all_parameters = [*model.parameters(), *own]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -208,10 +202,10 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         """Returns the closure's value."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        decay = self.options["final_fraction"] ** min(1.0, self.num_done / self.options["num_steps"])
+        decay = FINAL_FRACTION ** min(1.0, self.num_done / self.num_steps)
         for optimizer in self.optimizers:
             waits = isinstance(optimizer, torch.optim.Adam | NoiseNaturalGradient)
-            is_frozen = waits and self.num_done < self.options["num_frozen_steps"]
+            is_frozen = waits and self.num_done < self.num_steps // FROZEN_PARTS
             rates = [group["lr"] for group in optimizer.param_groups]
             try:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -264,9 +258,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
             [type(optimizer).__name__, [list(p.shape) for group in optimizer.param_groups for p in group["params"]]]
             for optimizer in self.optimizers
         ]
-        # Numbers of steps may change.
-        same = {name: self.options[name] for name in ("num_data", "final_fraction")}
-        return {"optimisers and shapes": shapes, **same}
+        return {"optimisers and shapes": shapes, "num_data": self.num_data}
 
 
 def _other_weights(weights: FeatureWeights, has_own_head: bool) -> Iterator[Tensor]:

@@ -103,8 +103,8 @@ def _quadruply(basis: str, **options: Any) -> Callable[[int], Run]:
             sizes["num_control_points"] = 25
         sizes |= options
         mll = gpi.mlls.QuadruplyStochasticELBO(likelihood, model, generator=seed, **sizes)
-        rates = {"hyper_learning_rate": 0.01, "num_frozen_steps": 0}
-        optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data=len(x), num_steps=20, **rates)
+        rates = {"num_steps": 9, "hyper_learning_rate": 0.01}  # hyperparameters move at once: no tenth of the steps
+        optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data=len(x), **rates)
         return Run(mll, optimizer, x, y)
 
     return make

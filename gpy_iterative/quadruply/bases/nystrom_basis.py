@@ -26,7 +26,7 @@ class NystromBasis(KernelFunctionBasis):
         kernel: any without batch shape.
         inducing_points: Z [h, d], random training inputs or cluster centres.
         num_tail_features: 0, or a multiple of 2 for each summand of the kernel.
-        seed, store_frequencies: as in `RandomFourierBasis`.
+        seed: as in `RandomFourierBasis`.
 
     Raises:
         ValueError: unfit or non-finite points, an odd tail.
@@ -44,7 +44,6 @@ class NystromBasis(KernelFunctionBasis):
         num_tail_features: int = 0,
         *,
         seed: int = 0,
-        store_frequencies: bool = True,
     ) -> None:
         super().__init__(kernel, inducing_points)
         self.fourier = None
@@ -52,7 +51,7 @@ class NystromBasis(KernelFunctionBasis):
         check_count("num_tail_features", num_tail_features, least=0)
         if num_tail_features:
             self.fourier = FourierGroups(
-                kernel, num_tail_features, num_dims=self.points.shape[-1], seed=seed, stored=store_frequencies
+                kernel, num_tail_features, num_dims=self.points.shape[-1], seed=seed, stored=True
             )
             self.num_groups, self.group_size = self.fourier.num_groups, self.fourier.group_size
         # Those of omitted eigenvalues are zero.
