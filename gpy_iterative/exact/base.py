@@ -13,10 +13,12 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ExactGP
+from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_autocast, check_instance
 from gpy_iterative.errors import VarianceWarning, warn
+from gpy_iterative.exact.control_variate import RESIDUAL_OF_ONE, ControlVariate
 from gpy_iterative.exact.estimates import (
     DensityEstimate,
     Estimate,
@@ -28,15 +30,18 @@ from gpy_iterative.exact.estimates import (
     warm_start_after,
 )
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior
-from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Whitened, suited_to
+from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes, Whitened, suited_to
 from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_likelihood, checked_system
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
+from gpy_iterative.linear_solvers.alternating_projections import AlternatingProjections
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
-from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
+from gpy_iterative.linear_solvers.default import EXACT_BELOW, conjugate_gradients, default_solver
 from gpy_iterative.linear_solvers.logdet.lanczos import BracketPositions
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus, warn_of
+from gpy_iterative.preconditioners.low_rank_plus_vecchia import has_neighbours, largest_left
+from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.training.report import MarginalLogLikelihoodReport
@@ -50,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 #: The gradient does not use them.
 NUM_LOGDET_PROBES = 4
+#: See `largest_left`: beyond it the default is conjugate gradients with neighbours.
+MOST_LEFT = 500.0
 
 
 @dataclass(frozen=True)
@@ -254,50 +261,82 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return size <= EXACT_BELOW if self.solver is None else isinstance(self.solver, Cholesky)
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
-        operator, residual = system.operator, system.residual
+        operator = system.operator
         solver = default_solver(operator) if self.solver is None else self.solver
         if isinstance(solver, Cholesky):
-            return exact_estimate(operator, residual, solver), run
-
-        distribution, logdet_distribution = (
-            suited_to(each, solver, operator) for each in (self.probes, self.logdet_probes)
-        )
+            return exact_estimate(operator, system.residual, solver), run
         run = run.for_system(operator)
-        drawn = run.parts.get("logdet")
-        if drawn is not None and not logdet_distribution.has_drawn(drawn):
-            run = run.having(probes=None, logdet=None, quadrature=None, warm_start=None)  # the solver needs other draws
-        parts, generator = run.parts, run.generator()
+        if self.solver is None and "order" in run.parts.get("logdet", ()):
+            solver = conjugate_gradients()  # once chosen, they stay
+        drawn = self._draw(system, run, solver)
+        if self.solver is None and isinstance(solver, AlternatingProjections) and _is_hard(operator, drawn.logdet):
+            solver = conjugate_gradients()
+            drawn = self._draw(system, run, solver)
+        return self._solve(system, drawn, solver)
+
+    def _draw(self, system: TrainingSystem, run: Run, solver: Solver) -> "_Drawn":
+        """The probes for a solver; those of the run, unless they were for another one."""
+        operator = system.operator
+        distribution, for_logdet = (suited_to(each, solver, operator) for each in (self.probes, self.logdet_probes))
+        known = run.parts.get("logdet")
+        if known is not None and not for_logdet.has_drawn(known):
+            run, known = run.having(probes=None, logdet=None, quadrature=None, warm_start=None), None
+        generator = run.generator()
         terms = system.terms() if self.probes.needs_terms else None
-        draws, logdet_draws = parts.get("probes") if self.warm_start else None, parts.get("logdet")
-        draws = distribution.draw(operator, terms, generator, others=logdet_draws) if draws is None else dict(draws)
+        draws = run.parts.get("probes") if self.warm_start else None
+        draws = distribution.draw(operator, terms, generator, others=known) if draws is None else dict(draws)
         probes = distribution.probes(operator, terms, draws)
-        probe_tolerance, residual_of_one = solver.probe_tolerance or solver.tolerance, distribution.residual_of_one
+        logdet_draws = for_logdet.draw(operator, None, generator, others=draws) if known is None else dict(known)
+        logdet = for_logdet.probes(operator, None, logdet_draws, others=probes)
+        run = run.having(generator, probes=draws, logdet=logdet_draws)
+        return _Drawn(run, generator, distribution, probes, logdet, isinstance(for_logdet, Whitened))
+
+    def _solve(self, system: TrainingSystem, drawn: "_Drawn", solver: Solver) -> tuple[DensityEstimate, Run]:
+        run, control = drawn.run, ControlVariate.of(drawn.probes, system.operator)
+        residual_of_one = drawn.distribution.residual_of_one if control is None else RESIDUAL_OF_ONE
+        probe_tolerance = solver.probe_tolerance or solver.tolerance
         if solver.probe_tolerance is None and residual_of_one is not None:
             # Solver errors bias the gradient: keep them below the probes' noise.
             probe_tolerance = max(probe_tolerance, min(0.05, residual_of_one / math.sqrt(self.probes.num_probes)))
-        before, learned = parts.get("warm_start"), parts.get("quadrature")
+        before, learned = run.parts.get("warm_start"), run.parts.get("quadrature")
         with divided(), reporting_solve(self.progress) as callback:
-            if logdet_draws is None:
-                logdet_draws = logdet_distribution.draw(operator, None, generator, others=draws)
-            logdet_probes = logdet_distribution.probes(operator, None, dict(logdet_draws), others=probes)
             estimate, solutions, positions = stochastic_estimate(
-                operator,
-                residual,
-                probes,
-                logdet_probes,
+                system.operator,
+                system.residual,
+                drawn.probes,
+                drawn.logdet,
                 solver,
-                preconditioner=logdet_probes.covariance if isinstance(logdet_distribution, Whitened) else None,
+                control=control,
+                preconditioner=drawn.logdet.covariance if drawn.are_whitened else None,
                 tolerances=(solver.tolerance, probe_tolerance),
                 initial_guess=before.get("guess", before["latest"]) if before and self.warm_start else None,
                 positions=None if learned is None else BracketPositions(**learned),
-                generator=generator,
+                generator=drawn.generator,
                 callback=callback,
             )
         run = run.having(
-            generator,
-            probes=draws,
-            logdet=logdet_draws,
+            drawn.generator,
             quadrature=dict(vars(positions)),
             warm_start=warm_start_after(self.warm_start, before, solutions),
         )
         return estimate, run
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    run: Run
+    generator: torch.Generator
+    distribution: ProbeDistribution
+    probes: Probes
+    logdet: Probes
+    are_whitened: bool  # by the solver's preconditioner
+
+
+def _is_hard(operator: LinearOperator, probes: Probes) -> bool:
+    """Whether the probes' low rank leaves so much that alternating projections are slow and the probes noisy."""
+    covariance = probes.covariance
+    return (
+        isinstance(covariance, PivotedCholeskyFactor)
+        and has_neighbours(operator)
+        and largest_left(operator, covariance.factor) > MOST_LEFT
+    )

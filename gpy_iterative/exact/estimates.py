@@ -15,6 +15,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError, float64_first
+from gpy_iterative.exact.control_variate import ControlVariate
 from gpy_iterative.exact.probes import Probes, probe_jitter
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
@@ -69,10 +70,12 @@ class DensityEstimate(Estimate):
     left: Tensor  # [*b, n, k]; exact: weights of all entries of dH, [*b, n, n]
     right: Tensor | None  # [*b, n, k]
     preconditioner: Preconditioner | None = None
+    control: ControlVariate | None = None
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         check_estimated("solve for y - mean", self.weights)
-        return surrogate(operator, self.value, self.left, self.right, self.weights, residual)
+        more = None if self.control is None else self.control.mean_score
+        return surrogate(operator, self.value, self.left, self.right, self.weights, residual, more)
 
 
 def check_estimated(name: str, tensor: Tensor) -> None:
@@ -115,6 +118,7 @@ def stochastic_estimate(
     logdet_probes: Probes,
     solver: Solver,
     *,
+    control: ControlVariate | None,
     preconditioner: Preconditioner | None,
     tolerances: tuple[float, float],
     initial_guess: Tensor | None,
@@ -124,8 +128,8 @@ def stochastic_estimate(
 ) -> tuple[DensityEstimate, Tensor, BracketPositions]:
     """The estimate, its solutions [*b, n, 1 + s], and the next positions of the quadrature.
 
-    `probes` are for the gradient, `logdet_probes` for the value, `preconditioner` for the solver (None: its own),
-    `tolerances` for target and probes.
+    `probes` and `control` are for the gradient, `logdet_probes` for the value, `preconditioner` for the solver (None: its
+    own), `tolerances` for target and probes.
     """
     # The value must not cost more products than the gradient.
     budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
@@ -162,6 +166,7 @@ def stochastic_estimate(
         left=coefficients * solution.value,
         right=torch.cat([weights.unsqueeze(-1), solved if probes.dual is None else probes.dual], dim=-1),
         preconditioner=solution.preconditioner,
+        control=control,
         status=SolveStatus.INDEFINITE if log_determinant.is_indefinite else solution.status,
         stats=solution.stats,
         probe_jitter=probe_jitter(probes, logdet_probes),

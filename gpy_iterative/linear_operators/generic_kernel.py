@@ -269,7 +269,6 @@ class GenericKernelLinearOperator(TiledLinearOperator):
                 ) from error
         return self._of_members(diagonal, whole[-1:])
 
-    @torch.no_grad()
     def principal_blocks(self, rows: Tensor) -> Tensor:
         """See `extensions.principal_blocks`; one kernel call, if it gives two blocks as two calls do."""
         if self._outputs > 1 or self.members:

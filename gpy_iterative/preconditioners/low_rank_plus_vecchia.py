@@ -29,8 +29,6 @@ from gpy_iterative.preconditioners.vecchia import Vecchia
 
 #: Rows for a column of the low rank, and most columns.
 ROWS_PER_COLUMN, MAX_RANK = 16, 500
-#: Neighbours beside half of the columns: better, and not slower, than 30 beside all.
-NUM_NEIGHBOURS = 60
 #: Largest eigenvalue of the rest over the noise up to which the low rank is enough: conjugate gradients take about twice
 #: its root in iterations.
 LARGEST_LEFT = 10.0
@@ -49,8 +47,9 @@ class LowRankPlusVecchiaFactor(SampledPreconditioner):
     """
 
     def __init__(self, factor: Tensor, pivots: Tensor, jitter: Tensor, local: SparseInverseCholesky) -> None:
-        self.pivots, self.local = pivots, local
-        self._whitened = LowRankPlusDiagonal(local.whiten(factor), torch.ones_like(local.diagonal))
+        self.factor, self.pivots, self.local = factor, pivots, local
+        #: I + W W^T.
+        self.whitened = LowRankPlusDiagonal(local.whiten(factor), torch.ones_like(local.diagonal))
         self.build_epochs = local.build_epochs + len(pivots) / len(factor)
         self.jitter = jitter.maximum(local.jitter.to(jitter))
 
@@ -76,26 +75,26 @@ class LowRankPlusVecchiaFactor(SampledPreconditioner):
     def to(self, dtype: torch.dtype) -> Self:
         """See `Preconditioner.to`."""
         converted = copy.copy(self)
-        converted.local, converted._whitened = self.local.to(dtype), self._whitened.to(dtype)
+        converted.local, converted.whitened = self.local.to(dtype), self.whitened.to(dtype)
         return converted
 
     def solve(self, rhs: Tensor) -> Tensor:
         """S^-1 rhs for [n, s]."""
-        return self.local.transposed(self._whitened.solve(self.local.whiten(rhs)))
+        return self.local.transposed(self.whitened.solve(self.local.whiten(rhs)))
 
     def logdet(self) -> Tensor:
-        return self._whitened.logdet() + self.local.logdet()
+        return self.whitened.logdet() + self.local.logdet()
 
     def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:
         """See `SampledPreconditioner.sample`."""
         factor_base, local_base = base.split([len(self.pivots), len(self.local.order)], dim=-2)
-        whitened, dual = self._whitened.sample(torch.cat([factor_base[: self._whitened.rank], local_base], dim=-2))
+        whitened, dual = self.whitened.sample(torch.cat([factor_base[: self.whitened.rank], local_base], dim=-2))
         return self.local.unwhiten(whitened), self.local.transposed(dual)
 
 
 @dataclass(frozen=True)
 class LowRankPlusVecchia(PreconditionerRecipe):
-    """Recipe for L L^T of `RandomlyPivotedCholesky(rank)`, plus `Vecchia(60)` of what its first half leaves of H.
+    """Recipe for L L^T of `RandomlyPivotedCholesky(rank)`, plus `Vecchia()` of what its first half leaves of H.
 
     Each serves where the other fails: smooth kernels have a low rank, and neighbours screen what it leaves. Where all of L
     leaves little, in a batch and without kernel inputs or noise, it is the low rank alone; with a far field `Vecchia()`
@@ -138,12 +137,12 @@ class LowRankPlusVecchia(PreconditionerRecipe):
             return Vecchia().build(operator, generator=generator, choices=choices)
         pivots = None if choices is None else choices["pivots"]
         factor, pivots, jitter = self._low_rank(operator).low_rank(operator, pivots, generator=generator)
-        if not has_neighbours(operator) or _largest_left(operator, factor) < LARGEST_LEFT:
+        if not has_neighbours(operator) or largest_left(operator, factor) < LARGEST_LEFT:
             return plus_diagonal(operator, factor, pivots, jitter)
         factor = factor[:, : math.ceil(len(pivots) / 2)].contiguous()  # rows are read
         explained = ConstantMulLinearOperator(RootLinearOperator(factor), factor.new_tensor(-1.0))
         rest = NoisyLinearOperator(SumLinearOperator(operator.kernel, explained), operator.noise)
-        local = Vecchia(NUM_NEIGHBOURS).build(rest, generator=generator, choices=choices)
+        local = Vecchia().build(rest, generator=generator, choices=choices)
         return LowRankPlusVecchiaFactor(factor, pivots, jitter, local)
 
     def _low_rank(self, operator: LinearOperator) -> RandomlyPivotedCholesky:
@@ -151,7 +150,7 @@ class LowRankPlusVecchia(PreconditionerRecipe):
         return RandomlyPivotedCholesky(suited if self.rank is None else self.rank)
 
 
-def _largest_left(operator: LinearOperator, factor: Tensor) -> float:
+def largest_left(operator: LinearOperator, factor: Tensor) -> float:
     """About the largest eigenvalue of K - L L^T over each row's noise: the trace over k, as if they fell like 1 / k^2."""
     _, diagonal, noise = kernel_and_noise(operator)
     rest = diagonal - torch.linalg.vector_norm(factor, dim=-1).square()

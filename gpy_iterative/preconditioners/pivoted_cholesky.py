@@ -233,22 +233,27 @@ def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple
 
 
 def factor_on(rows: Tensor, block: Tensor) -> tuple[Tensor, float]:
-    """L = K C R^-T [n, k] from rows C^T K and block C^T K C (float64), with R the Cholesky factor of the block plus jitter.
+    """L = K C R^-T [n, k] from rows C^T K and block C^T K C (float64), with R and jitter of `pivot_factor`."""
+    if not torch.isfinite(block).all():
+        raise NonFiniteError(NOT_FINITE)
+    if not (block.diagonal() > 0).any():  # a zero kernel
+        return torch.zeros_like(rows).mT, 0.0
+    lower, raised = pivot_factor(block, rows.dtype)
+    return (_inverse(lower) @ rows.double()).mT.to(rows.dtype), raised
+
+
+def pivot_factor(block: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """R [k, k], the Cholesky factor of a block (float64) of entries in `dtype` plus jitter.
 
     The jitter, relative to the largest diagonal entry, keeps L L^T below K. If rounding makes the block indefinite beyond
     half of it, it is raised, continuously in the hyperparameters, and returned, else 0.
     """
-    if not torch.isfinite(block).all():
-        raise NonFiniteError(NOT_FINITE)
-    scale = float(block.diagonal().max()) if len(block) else 0.0
-    if not scale > 0:  # a zero kernel
-        return torch.zeros_like(rows).mT, 0.0
-    jitter, raised = max(1e-10, len(rows) * torch.finfo(rows.dtype).eps), 0.0
+    scale = float(block.diagonal().max())
+    jitter, raised = max(1e-10, len(block) * torch.finfo(dtype).eps), 0.0
     identity = torch.eye(len(block), dtype=block.dtype, device=block.device)
     if torch.linalg.cholesky_ex(block + 0.5 * jitter * scale * identity).info:
         jitter = raised = -2 * float(torch.linalg.eigvalsh(block)[0]) / scale
-    lower = torch.linalg.cholesky(block + jitter * scale * identity)
-    return (_inverse(lower) @ rows.double()).mT.to(rows.dtype), raised
+    return torch.linalg.cholesky(block + jitter * scale * identity), raised
 
 
 def _inverse(lower: Tensor) -> Tensor:

@@ -123,13 +123,19 @@ def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool 
     blocks = principal_blocks(operator, sets).double()
     if not torch.isfinite(blocks).all():
         raise NonFiniteError(NOT_FINITE)
+    lower, jitter = block_factors(blocks)
+    identity = torch.eye(sets.shape[-1], dtype=blocks.dtype, device=blocks.device)[-1 if last_only else 0 :]
+    wanted = identity.expand(len(sets), *identity.shape)
+    return torch.linalg.solve_triangular(lower, wanted, upper=False, left=False), jitter
+
+
+def block_factors(blocks: Tensor) -> tuple[Tensor, float]:
+    """Cholesky factors [c, k, k] of float64 blocks, indefinite ones with jitter; the largest jitter."""
     lower, info = torch.linalg.cholesky_ex(blocks)
     jitter, failed = 0.0, info.nonzero().squeeze(-1)
     if len(failed):
         lower[failed], jitter = _jittered_factors(blocks[failed])
-    identity = torch.eye(sets.shape[-1], dtype=blocks.dtype, device=blocks.device)[-1 if last_only else 0 :]
-    wanted = identity.expand(len(sets), *identity.shape)
-    return torch.linalg.solve_triangular(lower, wanted, upper=False, left=False), jitter
+    return lower, jitter
 
 
 def _jittered_factors(blocks: Tensor) -> tuple[Tensor, float]:

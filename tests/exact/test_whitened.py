@@ -1,6 +1,7 @@
 """Training with Vecchia's preconditioner, whose covariance the probes take: gradient, value, report, and other solvers."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import gpytorch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.preconditioners import Vecchia, vecchia
-from gpy_iterative.solvers import Cholesky, ConjugateGradients, SolveStatus
+from gpy_iterative.solvers import AlternatingProjections, Cholesky, ConjugateGradients, SolveStatus
 from tests.exact.gaussian_models import Case, Regression, regression
 from tests.exact.test_exact import value_and_gradients
 from tests.monte_carlo import assert_mean_within, assert_within
@@ -149,3 +150,22 @@ def test_models_that_it_cannot_serve() -> None:
         value_and_gradients(hutchinson(linear), linear)
     with pytest.raises(TypeError, match="LowRankRecipe"):
         gpi.solvers.LaplaceNewton(preconditioner=Vecchia())
+
+
+def test_without_a_solver_neighbours_are_looked_at_once_a_low_rank_leaves_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpy_iterative.linear_solvers.default.EXACT_BELOW", 100)
+    monkeypatch.setattr("gpy_iterative.exact.base.EXACT_BELOW", 100)
+    limit = "gpy_iterative.exact.base.MOST_LEFT"
+    case = plane(300)
+
+    def sees_neighbours(mll: gpi.mlls.HutchinsonMarginalLogLikelihood) -> bool:
+        value_and_gradients(mll, case)
+        assert mll.report.status is SolveStatus.CONVERGED
+        return any(name.startswith("logdet") and name.endswith("order") for name in mll.training_state())
+
+    default, alternating = hutchinson(case, solver=None), hutchinson(case, solver=AlternatingProjections())
+    for most_left, expected in ((math.inf, False), (1e-6, True), (math.inf, True)):  # once chosen, it stays
+        monkeypatch.setattr(limit, most_left)
+        assert sees_neighbours(default) == expected
+        assert not sees_neighbours(alternating)
+    assert default.report.iterations <= 3  # from a warm start

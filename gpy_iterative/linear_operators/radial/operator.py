@@ -140,9 +140,10 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         u = (self.x1 - self.x2).square().sum(-1, keepdim=True) * self.function.scale(self.alpha)
         return self.outputscale.unsqueeze(-1) * self.function.value(u, self.alpha).squeeze(-1)
 
-    @torch.no_grad()
     def principal_blocks(self, rows: Tensor) -> Tensor:
-        """See `extensions.principal_blocks`."""
+        """See `extensions.principal_blocks`; differentiable."""
+        if torch.is_grad_enabled():
+            return self.at(self.x1[rows]).to_dense()
         points, function = self.x1[rows], self.function
         u = squared_distances_within(points).mul_(function.scale(self.alpha))
         return function.value_(u, torch.empty_like(u), self.alpha).mul_(self.tile_scale)

@@ -1,0 +1,202 @@
+"""A control variate for the trace in the gradient: the score of the probes' own density.
+
+Probes xi ~ N(0, S) have a mean score, d/dt log N(xi; 0, S) at fixed xi, of zero. Added to the gradient, it replaces the
+noise of dH by that of dH - dS:
+
+    1/2 tr(H^-1 dH) ~ 1/2 tr(S^-1 dS) + 1/(2s) sum_j [(H^-1 xi_j)^T dH (S^-1 xi_j) - (S^-1 xi_j)^T dS (S^-1 xi_j)].
+
+Wenger et al. 2022 (arXiv 2107.00243, "Preconditioning for scalable Gaussian process hyperparameter optimization") take low
+ranks for S. Here S is also Vecchia's, or a low rank plus Vecchia's; pivots and neighbours are held fixed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.exact.probes import Probes
+from gpy_iterative.linear_operators.extensions import (
+    dense_rows,
+    kernel_inputs,
+    matrix_derivative,
+    principal_blocks,
+    sum_terms,
+)
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles.tiles import blocks
+from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchiaFactor
+from gpy_iterative.preconditioners.pivoted_cholesky import pivot_factor
+from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
+from gpy_iterative.preconditioners.vecchia import block_factors
+from gpy_iterative.worker_threads import ByDevice, summed
+
+#: Inputs of a kernel up to which the noise falls 5 to 40 times; beyond, 2 or 3 times, at the price of another step.
+MOST_INPUTS = 3
+#: See `ProbeDistribution.residual_of_one`.
+RESIDUAL_OF_ONE = 0.02
+#: Entries of blocks at a time.
+ENTRIES = ByDevice(cpu=2**18, accelerator=2**24)
+
+#: By `operator.representation()`; None for zero.
+Derivatives = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class ControlVariate:
+    """The score of probes xi [n, s] with covariance S."""
+
+    vectors: Tensor
+    covariance: LowRankPlusVecchiaFactor | SparseInverseCholesky
+
+    @classmethod
+    def of(cls, probes: Probes, operator: LinearOperator) -> "ControlVariate | None":
+        """None where it does not pay, and where derivatives of S are unknown or cost too much."""
+        covariance = probes.covariance
+        if not isinstance(covariance, LowRankPlusVecchiaFactor | SparseInverseCholesky):
+            return None
+        assert isinstance(operator, NoisyLinearOperator)
+        first = torch.zeros(1, dtype=torch.long, device=operator.device)
+        is_simple = all(isinstance(term, TiledLinearOperator) for term in sum_terms(operator.kernel[first, :]))
+        return cls(probes.vectors, covariance) if is_simple and _most_inputs(operator) <= MOST_INPUTS else None
+
+    def mean_score(self, operator: LinearOperator) -> Derivatives:
+        count = self.vectors.shape[-1]
+        return self.score(operator, self.vectors.new_full((count,), 1 / count))
+
+    @torch.no_grad()
+    def score(self, operator: LinearOperator, weights: Tensor) -> Derivatives:
+        """Derivatives of sum_j weights_j log N(xi_j; 0, S) for constant xi, by the operator's tensors.
+
+        Cost: about that of S.
+        """
+        assert isinstance(operator, NoisyLinearOperator)
+        if isinstance(self.covariance, SparseInverseCholesky):
+            left = self.covariance.whiten(self.vectors) * weights
+            return _of_blocks(operator, self.covariance, self.vectors, left, weights.sum())[0]
+        local, factor, whitened = self.covariance.local, self.covariance.factor, self.covariance.whitened
+        total = weights.sum()
+        # S^-1 = B^T M B with M = (I + W W^T)^-1 and W = B L. As u = B xi moves with B,
+        # d(xi^T S^-1 xi) = 2 (M u)^T dB (xi - L along) - 2 (S^-1 xi)^T dL along with along = L^T S^-1 xi.
+        solved = whitened.solve(local.whiten(self.vectors))
+        along = whitened.factor.mT @ solved
+        inner = total * whitened.solve(whitened.factor)
+        of_factor = (local.transposed(solved) * weights) @ along.mT - local.transposed(inner)
+        found, more = _of_blocks(
+            operator, local, self.vectors - factor @ along, solved * weights, total, factor=factor, inner=inner
+        )
+        return _sum(found, _of_low_rank(operator, self.covariance, of_factor + more))
+
+
+def _most_inputs(operator: NoisyLinearOperator) -> int:
+    inputs = [kernel_inputs(term) for term in sum_terms(operator.kernel)]
+    return max(points.shape[-1] for points in inputs if points is not None)
+
+
+def _of_blocks(
+    operator: NoisyLinearOperator,
+    local: SparseInverseCholesky,
+    vectors: Tensor,
+    left: Tensor,
+    total: Tensor,
+    factor: Tensor | None = None,
+    inner: Tensor | None = None,
+) -> tuple[Derivatives, Tensor]:
+    """Derivatives through B of a function with df = -sum_ij (left vectors^T + inner L^T)_ij dB_ij + total d log|B|.
+
+    With b = B_i and the block C of H - L L^T at row i and its neighbours, C b = e_i / b_i. So for g = df/db the derivative
+    by C is -q b^T with C q = g - (g^T b) e_i / (2 b_i).
+    """
+    order, (size, width) = local.order, local.neighbours.shape
+    own = torch.arange(size, device=order.device)
+    sets = torch.cat([local.neighbours.long(), own.unsqueeze(-1)], dim=-1)
+    b = torch.cat([local.weights, local.diagonal.unsqueeze(-1)], dim=-1)
+    q = torch.empty_like(b)
+    copy, tensors = _copied(operator)
+
+    def of_rows(rows: slice) -> list[Tensor]:
+        picked = order[sets[rows]]
+        with torch.enable_grad():
+            entries = principal_blocks(copy, picked)
+        block, row = entries.detach().double(), b[rows].double()
+        gradient = -(vectors[picked] @ left[rows].unsqueeze(-1))
+        if factor is not None and inner is not None:
+            near = factor[picked]
+            block -= near @ near.mT
+            gradient -= near @ inner[rows].unsqueeze(-1)
+        gradient = gradient.squeeze(-1).double()
+        if rows.start < width:  # unused places
+            is_used = torch.arange(width + 1, device=order.device) < own[rows].unsqueeze(-1)
+            is_used[:, -1] = True
+            gradient *= is_used
+            is_unused = ~(is_used.unsqueeze(-1) & is_used.unsqueeze(-2))
+            block.masked_fill_(is_unused, 0).diagonal(dim1=-2, dim2=-1).masked_fill_(~is_used, 1)
+        gradient[:, -1] += total / row[:, -1]
+        gradient[:, -1] -= (gradient * row).sum(-1) / (2 * row[:, -1])
+        lower, _ = block_factors(block)
+        q[rows] = torch.cholesky_solve(gradient.unsqueeze(-1), lower).squeeze(-1).to(q.dtype)
+        return _pulled_back([entries], [-q[rows].unsqueeze(-1) * b[rows].unsqueeze(-2)], tensors)
+
+    def of_share(share: Sequence[slice]) -> list[Tensor]:
+        found = [torch.zeros_like(tensor) for tensor in tensors if tensor.requires_grad]
+        for rows in share:
+            for known, part in zip(found, of_rows(rows), strict=True):
+                known += part
+        return found
+
+    parts = blocks(size, max(ENTRIES.on(b.device) // (width + 1) ** 2, 1))
+    found = _aligned(summed(of_share, parts, b.device), tensors)
+    if factor is None:
+        return found, left
+    # C has L L^T with a minus, and is symmetric.
+    other = SparseInverseCholesky(order, sets[:, :-1], q[:, :-1].contiguous(), q[:, -1].contiguous())
+    more = other.transposed(local.whiten(factor)) + local.transposed(other.whiten(factor))
+    return found, more
+
+
+def _of_low_rank(operator: NoisyLinearOperator, covariance: LowRankPlusVecchiaFactor, of_factor: Tensor) -> Derivatives:
+    """Derivatives of a function of L L^T with df = tr(of_factor^T dL).
+
+    With L = C R^-T, for columns C of K and R R^T its block on the pivots plus jitter: by C it is of_factor R^-1,
+    by the block -1/2 R^-T (L^T of_factor) R^-1.
+    """
+    factor, pivots = covariance.factor, covariance.pivots
+    rank = factor.shape[-1]
+    lower, _ = pivot_factor(dense_rows(operator.kernel, pivots)[:, pivots].double(), factor.dtype)
+    pivots, lower = pivots[:rank], lower[:rank, :rank]
+    by_columns = torch.linalg.solve_triangular(lower, of_factor.double(), upper=False, left=False)
+    cross = factor.double().mT @ by_columns
+    by_block = torch.linalg.solve_triangular(lower.mT, cross, upper=True)
+    weights = by_columns.mT.contiguous()
+    weights[:, pivots] -= (by_block + by_block.mT) / 4
+    copy, tensors = _copied(operator)
+    with torch.enable_grad():
+        rows = copy.kernel[pivots, :]
+    derivatives = matrix_derivative(rows, weights.to(factor.dtype))
+    moving = [tensor for tensor, part in zip(rows.representation(), derivatives, strict=True) if part is not None]
+    return _aligned(_pulled_back(moving, [part for part in derivatives if part is not None], tensors), tensors)
+
+
+def _copied(operator: LinearOperator) -> tuple[Any, list[Tensor]]:
+    """The operator of new leaves."""
+    tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in operator.representation()]
+    return operator.representation_tree()(*tensors), tensors
+
+
+def _pulled_back(outputs: Sequence[Tensor], gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients by those of the tensors that require one."""
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+    return [torch.zeros_like(tensor) if part is None else part for tensor, part in zip(wanted, found, strict=True)]
+
+
+def _aligned(found: Sequence[Tensor], tensors: Sequence[Tensor]) -> Derivatives:
+    rest = iter(found)
+    return [next(rest) if tensor.requires_grad else None for tensor in tensors]
+
+
+def _sum(left: Derivatives, right: Derivatives) -> Derivatives:
+    return [a if b is None else b if a is None else a + b for a, b in zip(left, right, strict=True)]
