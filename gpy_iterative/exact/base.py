@@ -236,15 +236,19 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     ) -> None:
         check_warm_start(warm_start)
         super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
-        self.probes, self.warm_start = probes, warm_start
+        self.probes, self.warm_start, self._is_controlled = probes, warm_start, True
         check_progress(progress)
         self.progress = progress
         # Without the missing diagonal 1 bounds the spectrum from below, as the quadrature needs.
         self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES, correct_diagonal=False)
 
     def variant(self, *, num_probes: int | None = None, solver: Solver | None = None) -> Self:
-        """A copy that shares model, likelihood and tiles, and with as many probes the run; else it draws new probes."""
+        """A copy for steps with a curvature, which tell the gradient's noise and bear it: no control variate.
+
+        It shares model, likelihood and tiles, and with as many probes the run; else it draws new probes.
+        """
         other = copy.copy(self)
+        other._is_controlled = False
         other.solver = self.solver if solver is None else solver
         if num_probes is not None and num_probes != self.probes.num_probes:
             other.probes = replace(self.probes, num_probes=num_probes)
@@ -292,7 +296,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return _Drawn(run, generator, distribution, probes, logdet, isinstance(for_logdet, Whitened))
 
     def _solve(self, system: TrainingSystem, drawn: "_Drawn", solver: Solver) -> tuple[DensityEstimate, Run]:
-        run, control = drawn.run, ControlVariate.of(drawn.probes, system.operator)
+        run, control = drawn.run, ControlVariate.of(drawn.probes, system.operator) if self._is_controlled else None
         residual_of_one = drawn.distribution.residual_of_one if control is None else RESIDUAL_OF_ONE
         probe_tolerance = solver.probe_tolerance or solver.tolerance
         if solver.probe_tolerance is None and residual_of_one is not None:

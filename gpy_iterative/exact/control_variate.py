@@ -34,7 +34,7 @@ from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseC
 from gpy_iterative.preconditioners.vecchia import block_factors
 from gpy_iterative.worker_threads import ByDevice, summed
 
-#: Inputs of a kernel up to which the noise falls 5 to 40 times; beyond, 2 or 3 times, at the price of another step.
+#: Inputs of a kernel up to which the noise falls 3 to 40 times; beyond, 2 or 3 times, at the price of another step.
 MOST_INPUTS = 3
 #: See `ProbeDistribution.residual_of_one`.
 RESIDUAL_OF_ONE = 0.02
@@ -71,7 +71,7 @@ class ControlVariate:
     def score(self, operator: LinearOperator, weights: Tensor) -> Derivatives:
         """Derivatives of sum_j weights_j log N(xi_j; 0, S) for constant xi, by the operator's tensors.
 
-        Cost: about that of S.
+        Cost: one or two times that of S.
         """
         assert isinstance(operator, NoisyLinearOperator)
         if isinstance(self.covariance, SparseInverseCholesky):

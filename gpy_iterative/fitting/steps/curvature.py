@@ -6,7 +6,6 @@ the mean add M^T H^-1 M with M = dmean/db, priors the positive part of their cur
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import gpytorch
 import torch
@@ -202,15 +201,15 @@ def prior_information(
 
 
 def gradient_noise(evaluation: Evaluation, coordinates: Coordinates, num_samples: int = NOISE_SAMPLES) -> Tensor | None:
-    """Samples [num_samples, p] of the gradient's probe noise, one where it is controlled; None for an exact gradient."""
+    """Samples [num_samples, p] of the gradient's probe noise; None for an exact gradient."""
     estimate, system = evaluation.estimate, evaluation.system
     assert isinstance(estimate, DensityEstimate)
     if estimate.right is None:
         return None
-    left, right, control = estimate.left[..., 1:], estimate.right[..., 1:], estimate.control
+    left, right = estimate.left[..., 1:], estimate.right[..., 1:]
     zero = torch.zeros_like(estimate.value)
     samples = []
-    for signs in _balanced_signs(left.shape[-1], num_samples if control is None else 1):
+    for signs in _balanced_signs(left.shape[-1], num_samples):
         noise = surrogate(
             system.operator,
             zero,
@@ -218,7 +217,6 @@ def gradient_noise(evaluation: Evaluation, coordinates: Coordinates, num_samples
             right,
             torch.zeros_like(estimate.weights),
             system.residual.detach(),
-            None if control is None else partial(control.score, weights=signs.to(left) / len(signs)),
         )
         samples.append(coordinates.gradient(noise.sum(), retain_graph=True))
     return torch.stack(samples)
