@@ -29,6 +29,8 @@ from gpy_iterative.preconditioners.vecchia import Vecchia
 
 #: Rows for a column of the low rank, and most columns.
 ROWS_PER_COLUMN, MAX_RANK = 16, 500
+#: Rows for a neighbour, and their least and largest number: the factor costs n, the iterations that neighbours save n^2.
+ROWS_PER_NEIGHBOUR, NEIGHBOURS = 300, (30, 60)
 #: Largest eigenvalue of the rest over the noise up to which the low rank is enough: conjugate gradients take about twice
 #: its root in iterations.
 LARGEST_LEFT = 10.0
@@ -94,7 +96,8 @@ class LowRankPlusVecchiaFactor(SampledPreconditioner):
 
 @dataclass(frozen=True)
 class LowRankPlusVecchia(PreconditionerRecipe):
-    """Recipe for L L^T of `RandomlyPivotedCholesky(rank)`, plus `Vecchia()` of what its first half leaves of H.
+    """Recipe for L L^T of `RandomlyPivotedCholesky(rank)`, plus Vecchia's approximation, by n / 300 but 30 to 60
+    neighbours, of what its first half leaves of H.
 
     Each serves where the other fails: smooth kernels have a low rank, and neighbours screen what it leaves. Where all of L
     leaves little, in a batch and without kernel inputs or noise, it is the low rank alone; with a far field `Vecchia()`
@@ -142,12 +145,17 @@ class LowRankPlusVecchia(PreconditionerRecipe):
         factor = factor[:, : math.ceil(len(pivots) / 2)].contiguous()  # rows are read
         explained = ConstantMulLinearOperator(RootLinearOperator(factor), factor.new_tensor(-1.0))
         rest = NoisyLinearOperator(SumLinearOperator(operator.kernel, explained), operator.noise)
-        local = Vecchia().build(rest, generator=generator, choices=choices)
+        local = Vecchia(_num_neighbours(len(factor))).build(rest, generator=generator, choices=choices)
         return LowRankPlusVecchiaFactor(factor, pivots, jitter, local)
 
     def _low_rank(self, operator: LinearOperator) -> RandomlyPivotedCholesky:
         suited = min(max(operator.shape[-1] // ROWS_PER_COLUMN, 1), MAX_RANK)
         return RandomlyPivotedCholesky(suited if self.rank is None else self.rank)
+
+
+def _num_neighbours(size: int) -> int:
+    least, most = NEIGHBOURS
+    return min(max(size // ROWS_PER_NEIGHBOUR, least), most)
 
 
 def largest_left(operator: LinearOperator, factor: Tensor) -> float:

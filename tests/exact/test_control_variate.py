@@ -97,7 +97,7 @@ def density(matrix: Tensor, noise: Tensor, factor, vectors: Tensor, weights: Ten
 def with_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "gpy_iterative.preconditioners.low_rank_plus_vecchia"
     monkeypatch.setattr(f"{module}.LARGEST_LEFT", 0.0)
-    monkeypatch.setattr(f"{module}.Vecchia", lambda: Vecchia(NEIGHBOURS))
+    monkeypatch.setattr(f"{module}.NEIGHBOURS", (NEIGHBOURS, NEIGHBOURS))
 
 
 RECIPES = {"Vecchia": Vecchia(NEIGHBOURS), "sum": LowRankPlusVecchia(RANK)}
