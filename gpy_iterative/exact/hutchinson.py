@@ -27,8 +27,10 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
     Args:
         num_probes: the gradient's variance falls as 1 / num_probes.
         probes: "preconditioned" (lowest variance: covariance of a pivoted Cholesky factor plus noise, or of the solver's
-            `Vecchia` preconditioner), "rademacher" or "gaussian" (identity).
-        solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
+            `Vecchia` or `LowRankPlusVecchia` preconditioner, with a control variate for up to three inputs), "rademacher"
+            or "gaussian" (identity).
+        solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`; once a low rank leaves much,
+            it is conjugate gradients with `LowRankPlusVecchia`.
         warm_start: start at 2 V_t - V_{t-1} of the last solutions ("extrapolated") or V_t ("previous"), with frozen probes;
             False starts at zero with new probes.
         products: how kernel products are computed.
