@@ -63,32 +63,30 @@ class ControlVariate:
         is_simple = all(isinstance(term, TiledLinearOperator) for term in sum_terms(operator.kernel[first, :]))
         return cls(probes.vectors, covariance) if is_simple and _most_inputs(operator) <= MOST_INPUTS else None
 
-    def mean_score(self, operator: LinearOperator) -> Derivatives:
-        count = self.vectors.shape[-1]
-        return self.score(operator, self.vectors.new_full((count,), 1 / count))
-
     @torch.no_grad()
-    def score(self, operator: LinearOperator, weights: Tensor) -> Derivatives:
-        """Derivatives of sum_j weights_j log N(xi_j; 0, S) for constant xi, by the operator's tensors.
+    def mean_score(self, operator: LinearOperator) -> Derivatives:
+        """Derivatives of the mean of log N(xi_j; 0, S) for constant xi, by the operator's tensors.
 
         Cost: one or two times that of S.
         """
         assert isinstance(operator, NoisyLinearOperator)
+        count = self.vectors.shape[-1]
         if isinstance(self.covariance, SparseInverseCholesky):
-            left = self.covariance.whiten(self.vectors) * weights
-            return _of_blocks(operator, self.covariance, self.vectors, left, weights.sum())[0]
+            return _of_blocks(operator, self.covariance, self.vectors, self.covariance.whiten(self.vectors) / count)[0]
         local, factor, whitened = self.covariance.local, self.covariance.factor, self.covariance.whitened
-        total = weights.sum()
         # S^-1 = B^T M B with M = (I + W W^T)^-1 and W = B L. As u = B xi moves with B,
         # d(xi^T S^-1 xi) = 2 (M u)^T dB (xi - L along) - 2 (S^-1 xi)^T dL along with along = L^T S^-1 xi.
         solved = whitened.solve(local.whiten(self.vectors))
         along = whitened.factor.mT @ solved
-        inner = total * whitened.solve(whitened.factor)
-        of_factor = (local.transposed(solved) * weights) @ along.mT - local.transposed(inner)
-        found, more = _of_blocks(
-            operator, local, self.vectors - factor @ along, solved * weights, total, factor=factor, inner=inner
+        inner = whitened.solve(whitened.factor)
+        of_factor = local.transposed(solved / count) @ along.mT - local.transposed(inner)
+        found, q = _of_blocks(operator, local, self.vectors - factor @ along, solved / count, factor, inner)
+        # The blocks of q and b have L L^T with a minus, and are symmetric.
+        other = SparseInverseCholesky(
+            local.order, local.neighbours.long(), q[:, :-1].contiguous(), q[:, -1].contiguous()
         )
-        return _sum(found, _of_low_rank(operator, self.covariance, of_factor + more))
+        of_factor += other.transposed(whitened.factor) + local.transposed(other.whiten(factor))
+        return _sum(found, _of_low_rank(operator, self.covariance, of_factor))
 
 
 def _most_inputs(operator: NoisyLinearOperator) -> int:
@@ -101,14 +99,13 @@ def _of_blocks(
     local: SparseInverseCholesky,
     vectors: Tensor,
     left: Tensor,
-    total: Tensor,
     factor: Tensor | None = None,
     inner: Tensor | None = None,
 ) -> tuple[Derivatives, Tensor]:
-    """Derivatives through B of a function with df = -sum_ij (left vectors^T + inner L^T)_ij dB_ij + total d log|B|.
+    """Derivatives through B of a function with df = -sum_ij (left vectors^T + inner L^T)_ij dB_ij + d log|B|.
 
     With b = B_i and the block C of H - L L^T at row i and its neighbours, C b = e_i / b_i. So for g = df/db the derivative
-    by C is -q b^T with C q = g - (g^T b) e_i / (2 b_i).
+    by C is -q b^T with C q = g - (g^T b) e_i / (2 b_i). Also returns q, as B's entries.
     """
     order, (size, width) = local.order, local.neighbours.shape
     own = torch.arange(size, device=order.device)
@@ -134,7 +131,7 @@ def _of_blocks(
             gradient *= is_used
             is_unused = ~(is_used.unsqueeze(-1) & is_used.unsqueeze(-2))
             block.masked_fill_(is_unused, 0).diagonal(dim1=-2, dim2=-1).masked_fill_(~is_used, 1)
-        gradient[:, -1] += total / row[:, -1]
+        gradient[:, -1] += 1 / row[:, -1]
         gradient[:, -1] -= (gradient * row).sum(-1) / (2 * row[:, -1])
         lower, _ = block_factors(block)
         q[rows] = torch.cholesky_solve(gradient.unsqueeze(-1), lower).squeeze(-1).to(q.dtype)
@@ -148,13 +145,7 @@ def _of_blocks(
         return found
 
     parts = blocks(size, max(ENTRIES.on(b.device) // (width + 1) ** 2, 1))
-    found = _aligned(summed(of_share, parts, b.device), tensors)
-    if factor is None:
-        return found, left
-    # C has L L^T with a minus, and is symmetric.
-    other = SparseInverseCholesky(order, sets[:, :-1], q[:, :-1].contiguous(), q[:, -1].contiguous())
-    more = other.transposed(local.whiten(factor)) + local.transposed(other.whiten(factor))
-    return found, more
+    return _aligned(summed(of_share, parts, b.device), tensors), q
 
 
 def _of_low_rank(operator: NoisyLinearOperator, covariance: LowRankPlusVecchiaFactor, of_factor: Tensor) -> Derivatives:
