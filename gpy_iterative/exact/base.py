@@ -296,7 +296,8 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return _Drawn(run, generator, distribution, probes, logdet, isinstance(for_logdet, Whitened))
 
     def _solve(self, system: TrainingSystem, drawn: "_Drawn", solver: Solver) -> tuple[DensityEstimate, Run]:
-        run, control = drawn.run, ControlVariate.of(drawn.probes, system.operator) if self._is_controlled else None
+        run, has_control = drawn.run, drawn.are_whitened and self._is_controlled
+        control = ControlVariate.of(drawn.probes, system.operator) if has_control else None
         residual_of_one = drawn.distribution.residual_of_one if control is None else RESIDUAL_OF_ONE
         probe_tolerance = solver.probe_tolerance or solver.tolerance
         if solver.probe_tolerance is None and residual_of_one is not None:
