@@ -56,9 +56,9 @@ class ControlVariate:
     def of(cls, probes: Probes, operator: LinearOperator) -> "ControlVariate | None":
         """None where it does not pay, and where derivatives of S are unknown or cost too much."""
         covariance = probes.covariance
-        if not isinstance(covariance, LowRankPlusVecchiaFactor | SparseInverseCholesky):
+        is_known = isinstance(covariance, LowRankPlusVecchiaFactor | SparseInverseCholesky)
+        if not is_known or not isinstance(operator, NoisyLinearOperator):
             return None
-        assert isinstance(operator, NoisyLinearOperator)
         first = torch.zeros(1, dtype=torch.long, device=operator.device)
         is_simple = all(isinstance(term, TiledLinearOperator) for term in sum_terms(operator.kernel[first, :]))
         return cls(probes.vectors, covariance) if is_simple and _most_inputs(operator) <= MOST_INPUTS else None

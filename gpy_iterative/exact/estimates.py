@@ -30,7 +30,7 @@ from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, So
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Part
-from gpy_iterative.training.surrogate import surrogate
+from gpy_iterative.training.surrogate import surrogate, with_derivatives
 
 WarmStart = Literal["extrapolated", "previous", False]
 
@@ -74,8 +74,14 @@ class DensityEstimate(Estimate):
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         check_estimated("solve for y - mean", self.weights)
-        more = None if self.control is None else self.control.mean_score
-        return surrogate(operator, self.value, self.left, self.right, self.weights, residual, more)
+        result = surrogate(operator, self.value, self.left, self.right, self.weights, residual)
+        tensors = operator.representation()
+        if self.control is None or not any(tensor.requires_grad for tensor in tensors):
+            return result
+        # Not in the backward pass, which would keep the control variate's factors as long as the loss.
+        score = zip(tensors, self.control.mean_score(operator), strict=True)
+        pairs = [(tensor, derivative) for tensor, derivative in score if derivative is not None]
+        return result + with_derivatives(torch.zeros_like(result), pairs)
 
 
 def check_estimated(name: str, tensor: Tensor) -> None:

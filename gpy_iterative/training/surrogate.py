@@ -7,7 +7,7 @@ The gradient of the log marginal likelihood is that of
 with constant a = H^-1 (y - mean), w_j = H^-1 xi_j, z_j = S^-1 xi_j.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,24 +28,14 @@ _HELD_FIXED = (
 )
 
 
-#: Further derivatives by `operator.representation()`; None for zero.
-MoreDerivatives = Callable[[LinearOperator], Sequence[Tensor | None]]
-
-
 class _BilinearSurrogate(torch.autograd.Function):
-    """`value` with the gradient of sum_k left_k^T H right_k, or of sum_ij left_ij H_ij without `right`, plus `more`."""
+    """`value` with the gradient of sum_k left_k^T H right_k, or of sum_ij left_ij H_ij without `right`."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        tree: Any,
-        value: Tensor,
-        left: Tensor,
-        right: Tensor | None,
-        more: MoreDerivatives | None,
-        *representation: Tensor,
+        ctx: Any, tree: Any, value: Tensor, left: Tensor, right: Tensor | None, *representation: Tensor
     ) -> Tensor:
-        ctx.tree, ctx.more = tree, more
+        ctx.tree = tree
         # Saved through autograd, so that in-place changes before backward raise an error.
         ctx.save_for_backward(left, right, *representation)
         return value.clone()
@@ -64,10 +54,7 @@ class _BilinearSurrogate(torch.autograd.Function):
         else:
             with divided():
                 derivatives = operator._bilinear_derivative(scale * left, right)
-        if ctx.more is not None:
-            pairs = zip(derivatives, ctx.more(operator), strict=True)
-            derivatives = [known if part is None else known + gradient * part for known, part in pairs]
-        return (None, None, None, None, None, *derivatives)
+        return (None, None, None, None, *derivatives)
 
 
 class _GivenDerivatives(torch.autograd.Function):
@@ -84,7 +71,7 @@ class _GivenDerivatives(torch.autograd.Function):
         (gradient,) = gradients
 
         def scaled(derivative: Tensor, shape: torch.Size) -> Tensor:
-            factor = gradient.reshape(*gradient.shape, *[1] * (derivative.dim() - gradient.dim()))
+            factor = gradient.reshape((*gradient.shape, *[1] * (derivative.dim() - gradient.dim())))
             return (factor * derivative).sum_to_size(shape)
 
         parts = zip(ctx.needs_input_grad[2:], ctx.saved_tensors, ctx.shapes, strict=True)
@@ -98,13 +85,7 @@ def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> T
 
 
 def surrogate(
-    operator: LinearOperator,
-    value: Tensor,
-    left: Tensor,
-    right: Tensor | None,
-    weights: Tensor,
-    residual: Tensor,
-    more: MoreDerivatives | None = None,
+    operator: LinearOperator, value: Tensor, left: Tensor, right: Tensor | None, weights: Tensor, residual: Tensor
 ) -> Tensor:
     """The value [*b] with the gradient's estimator.
 
@@ -115,10 +96,8 @@ def surrogate(
         right: [*b, n, k]; the derivative is sum_k left_k^T dH right_k.
         weights: a = H^-1 (y - mean) [*b, n].
         residual: y - mean [*b, n], with graph.
-        more: further derivatives, computed in the backward pass.
     """
-    tensors = operator.representation()
-    result = _BilinearSurrogate.apply(operator.representation_tree(), value, left, right, more, *tensors)
+    result = _BilinearSurrogate.apply(operator.representation_tree(), value, left, right, *operator.representation())
     if residual.requires_grad:
         result = result + with_derivatives(torch.zeros_like(value), [(residual, -weights)])
     return result

@@ -1,5 +1,7 @@
 """The score of the probes' density: its derivative, its mean of zero, and the noise that it takes away."""
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import gpytorch
@@ -194,3 +196,42 @@ def test_there_is_none_for_many_inputs_and_other_covariances() -> None:
     whitened = Whitened(num_probes=2, recipe=Vecchia(5))
     probes = whitened.probes(wide, None, whitened.draw(wide, None, torch.Generator().manual_seed(0)))
     assert ControlVariate.of(probes, wide) is None
+
+
+def test_there_is_none_beside_correlated_task_noise() -> None:
+    class Gradients(gpytorch.models.ExactGP):
+        def __init__(self, x: Tensor, y: Tensor, likelihood: gpytorch.likelihoods.Likelihood) -> None:
+            super().__init__(x, y, likelihood)
+            self.mean_module = gpytorch.means.ConstantMeanGrad()
+            self.covar_module = kernels.ScaleKernel(kernels.RBFKernelGrad())
+
+        def forward(self, x: Tensor) -> gpytorch.distributions.MultitaskMultivariateNormal:
+            return gpytorch.distributions.MultitaskMultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.rand(40, 2, generator=generator).double(), torch.randn(40, 3, generator=generator).double()
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=3, rank=1)
+    model = Gradients(x, y, likelihood).double()
+    solver = ConjugateGradients(preconditioner=Vecchia(10))
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, solver=solver, generator=0)
+    mll(model(x), y).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_kept_losses_keep_no_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, found, of = plane(100), [], ControlVariate.of
+
+    def watched(probes: Probes, operator: NoisyLinearOperator) -> ControlVariate | None:
+        control = of(probes, operator)
+        found.append(weakref.ref(control))
+        return control
+
+    monkeypatch.setattr(ControlVariate, "of", watched)
+    solver = ConjugateGradients(preconditioner=Vecchia(10))
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=solver, generator=0)
+    losses = []
+    for _ in range(3):
+        losses.append(-mll(case.model(case.x), case.y))
+        losses[-1].backward()
+    gc.collect()
+    assert [control() for control in found] == [None, None, None]
