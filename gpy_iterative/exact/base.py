@@ -221,6 +221,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     """Base of the marginal log likelihoods with probes."""
 
     _described = ("probes", "warm_start")
+    _is_controlled = True  # whether gradients have a control variate, where one pays
 
     def __init__(
         self,
@@ -236,7 +237,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     ) -> None:
         check_warm_start(warm_start)
         super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
-        self.probes, self.warm_start, self._is_controlled = probes, warm_start, True
+        self.probes, self.warm_start = probes, warm_start
         check_progress(progress)
         self.progress = progress
         # Without the missing diagonal 1 bounds the spectrum from below, as the quadrature needs.
@@ -293,7 +294,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         logdet_draws = for_logdet.draw(operator, None, generator, others=draws) if known is None else dict(known)
         logdet = for_logdet.probes(operator, None, logdet_draws, others=probes)
         run = run.having(generator, probes=draws, logdet=logdet_draws)
-        return _Drawn(run, generator, distribution, probes, logdet, isinstance(for_logdet, Whitened))
+        return _Drawn(run, distribution, probes, logdet, isinstance(for_logdet, Whitened))
 
     def _solve(self, system: TrainingSystem, drawn: "_Drawn", solver: Solver) -> tuple[DensityEstimate, Run]:
         run, has_control = drawn.run, drawn.are_whitened and self._is_controlled
@@ -303,7 +304,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if solver.probe_tolerance is None and residual_of_one is not None:
             # Solver errors bias the gradient: keep them below the probes' noise.
             probe_tolerance = max(probe_tolerance, min(0.05, residual_of_one / math.sqrt(self.probes.num_probes)))
-        before, learned = run.parts.get("warm_start"), run.parts.get("quadrature")
+        before, learned, generator = run.parts.get("warm_start"), run.parts.get("quadrature"), run.generator()
         with divided(), reporting_solve(self.progress) as callback:
             estimate, solutions, positions = stochastic_estimate(
                 system.operator,
@@ -316,11 +317,11 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                 tolerances=(solver.tolerance, probe_tolerance),
                 initial_guess=before.get("guess", before["latest"]) if before and self.warm_start else None,
                 positions=None if learned is None else BracketPositions(**learned),
-                generator=drawn.generator,
+                generator=generator,
                 callback=callback,
             )
         run = run.having(
-            drawn.generator,
+            generator,
             quadrature=dict(vars(positions)),
             warm_start=warm_start_after(self.warm_start, before, solutions),
         )
@@ -330,7 +331,6 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 @dataclass(frozen=True)
 class _Drawn:
     run: Run
-    generator: torch.Generator
     distribution: ProbeDistribution
     probes: Probes
     logdet: Probes

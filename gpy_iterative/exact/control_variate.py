@@ -34,15 +34,12 @@ from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseC
 from gpy_iterative.preconditioners.vecchia import block_factors
 from gpy_iterative.worker_threads import ByDevice, summed
 
-#: Inputs of a kernel up to which the noise falls 3 to 40 times; beyond, 2 or 3 times, at the price of another step.
+#: Inputs of a kernel up to which the noise falls 2 to 40 times; beyond, 2 or 3 times, at the price of another step.
 MOST_INPUTS = 3
 #: See `ProbeDistribution.residual_of_one`.
 RESIDUAL_OF_ONE = 0.02
 #: Entries of blocks at a time.
 ENTRIES = ByDevice(cpu=2**18, accelerator=2**24)
-
-#: By `operator.representation()`; None for zero.
-Derivatives = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -64,15 +61,14 @@ class ControlVariate:
         return cls(probes.vectors, covariance) if is_simple and _most_inputs(operator) <= MOST_INPUTS else None
 
     @torch.no_grad()
-    def mean_score(self, operator: LinearOperator) -> Derivatives:
-        """Derivatives of the mean of log N(xi_j; 0, S) for constant xi, by the operator's tensors.
+    def mean_score(self, operator: LinearOperator) -> list[Tensor]:
+        """Derivatives of the mean of log N(xi_j; 0, S) for constant xi, by the operator's tensors that require a gradient.
 
         Cost: one or two times that of S.
         """
-        assert isinstance(operator, NoisyLinearOperator)
-        count = self.vectors.shape[-1]
+        system, count = _System.copied(operator), self.vectors.shape[-1]
         if isinstance(self.covariance, SparseInverseCholesky):
-            return _of_blocks(operator, self.covariance, self.vectors, self.covariance.whiten(self.vectors) / count)[0]
+            return _of_blocks(system, self.covariance, self.vectors, self.covariance.whiten(self.vectors) / count)[0]
         local, factor, whitened = self.covariance.local, self.covariance.factor, self.covariance.whitened
         # S^-1 = B^T M B with M = (I + W W^T)^-1 and W = B L. As u = B xi moves with B,
         # d(xi^T S^-1 xi) = 2 (M u)^T dB (xi - L along) - 2 (S^-1 xi)^T dL along with along = L^T S^-1 xi.
@@ -80,13 +76,31 @@ class ControlVariate:
         along = whitened.factor.mT @ solved
         inner = whitened.solve(whitened.factor)
         of_factor = local.transposed(solved / count) @ along.mT - local.transposed(inner)
-        found, q = _of_blocks(operator, local, self.vectors - factor @ along, solved / count, factor, inner)
+        found, q = _of_blocks(system, local, self.vectors - factor @ along, solved / count, factor, inner)
         # The blocks of q and b have L L^T with a minus, and are symmetric.
         other = SparseInverseCholesky(
             local.order, local.neighbours.long(), q[:, :-1].contiguous(), q[:, -1].contiguous()
         )
         of_factor += other.transposed(whitened.factor) + local.transposed(other.whiten(factor))
-        return _sum(found, _of_low_rank(operator, self.covariance, of_factor))
+        more = _of_low_rank(system, self.covariance, of_factor)
+        return [one + other for one, other in zip(found, more, strict=True)]
+
+
+@dataclass(frozen=True)
+class _System:
+    """H of new leaves, and those that require a gradient."""
+
+    operator: Any
+    leaves: list[Tensor]
+
+    @classmethod
+    def copied(cls, operator: LinearOperator) -> "_System":
+        tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in operator.representation()]
+        return cls(operator.representation_tree()(*tensors), [tensor for tensor in tensors if tensor.requires_grad])
+
+    def pulled_back(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Gradients by the leaves, for those by functions of them."""
+        return torch.autograd.grad(outputs, self.leaves, gradients, materialize_grads=True)
 
 
 def _most_inputs(operator: NoisyLinearOperator) -> int:
@@ -95,13 +109,13 @@ def _most_inputs(operator: NoisyLinearOperator) -> int:
 
 
 def _of_blocks(
-    operator: NoisyLinearOperator,
+    system: _System,
     local: SparseInverseCholesky,
     vectors: Tensor,
     left: Tensor,
     factor: Tensor | None = None,
     inner: Tensor | None = None,
-) -> tuple[Derivatives, Tensor]:
+) -> tuple[list[Tensor], Tensor]:
     """Derivatives through B of a function with df = -sum_ij (left vectors^T + inner L^T)_ij dB_ij + d log|B|.
 
     With b = B_i and the block C of H - L L^T at row i and its neighbours, C b = e_i / b_i. So for g = df/db the derivative
@@ -112,12 +126,11 @@ def _of_blocks(
     sets = torch.cat([local.neighbours.long(), own.unsqueeze(-1)], dim=-1)
     b = torch.cat([local.weights, local.diagonal.unsqueeze(-1)], dim=-1)
     q = torch.empty_like(b)
-    copy, tensors = _copied(operator)
 
-    def of_rows(rows: slice) -> list[Tensor]:
+    def of_rows(rows: slice) -> Sequence[Tensor]:
         picked = order[sets[rows]]
         with torch.enable_grad():
-            entries = principal_blocks(copy, picked)
+            entries = principal_blocks(system.operator, picked)
         block, row = entries.detach().double(), b[rows].double()
         gradient = -(vectors[picked] @ left[rows].unsqueeze(-1))
         if factor is not None and inner is not None:
@@ -135,59 +148,36 @@ def _of_blocks(
         gradient[:, -1] -= (gradient * row).sum(-1) / (2 * row[:, -1])
         lower, _ = block_factors(block)
         q[rows] = torch.cholesky_solve(gradient.unsqueeze(-1), lower).squeeze(-1).to(q.dtype)
-        return _pulled_back([entries], [-q[rows].unsqueeze(-1) * b[rows].unsqueeze(-2)], tensors)
+        return system.pulled_back([entries], [-q[rows].unsqueeze(-1) * b[rows].unsqueeze(-2)])
 
     def of_share(share: Sequence[slice]) -> list[Tensor]:
-        found = [torch.zeros_like(tensor) for tensor in tensors if tensor.requires_grad]
+        found = list(map(torch.zeros_like, system.leaves))
         for rows in share:
             for known, part in zip(found, of_rows(rows), strict=True):
                 known += part
         return found
 
     parts = blocks(size, max(ENTRIES.on(b.device) // (width + 1) ** 2, 1))
-    return _aligned(summed(of_share, parts, b.device), tensors), q
+    return summed(of_share, parts, b.device), q
 
 
-def _of_low_rank(operator: NoisyLinearOperator, covariance: LowRankPlusVecchiaFactor, of_factor: Tensor) -> Derivatives:
+def _of_low_rank(system: _System, covariance: LowRankPlusVecchiaFactor, of_factor: Tensor) -> Sequence[Tensor]:
     """Derivatives of a function of L L^T with df = tr(of_factor^T dL).
 
     With L = C R^-T, for columns C of K and R R^T its block on the pivots plus jitter: by C it is of_factor R^-1,
     by the block -1/2 R^-T (L^T of_factor) R^-1.
     """
-    factor, pivots = covariance.factor, covariance.pivots
+    factor, pivots, kernel = covariance.factor, covariance.pivots, system.operator.kernel
     rank = factor.shape[-1]
-    lower, _ = pivot_factor(dense_rows(operator.kernel, pivots)[:, pivots].double(), factor.dtype)
+    lower, _ = pivot_factor(dense_rows(kernel, pivots)[:, pivots].double(), factor.dtype)
     pivots, lower = pivots[:rank], lower[:rank, :rank]
     by_columns = torch.linalg.solve_triangular(lower, of_factor.double(), upper=False, left=False)
     cross = factor.double().mT @ by_columns
     by_block = torch.linalg.solve_triangular(lower.mT, cross, upper=True)
     weights = by_columns.mT.contiguous()
     weights[:, pivots] -= (by_block + by_block.mT) / 4
-    copy, tensors = _copied(operator)
     with torch.enable_grad():
-        rows = copy.kernel[pivots, :]
+        rows = kernel[pivots, :]
     derivatives = matrix_derivative(rows, weights.to(factor.dtype))
     moving = [tensor for tensor, part in zip(rows.representation(), derivatives, strict=True) if part is not None]
-    return _aligned(_pulled_back(moving, [part for part in derivatives if part is not None], tensors), tensors)
-
-
-def _copied(operator: LinearOperator) -> tuple[Any, list[Tensor]]:
-    """The operator of new leaves."""
-    tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in operator.representation()]
-    return operator.representation_tree()(*tensors), tensors
-
-
-def _pulled_back(outputs: Sequence[Tensor], gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients by those of the tensors that require one."""
-    wanted = [tensor for tensor in tensors if tensor.requires_grad]
-    found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-    return [torch.zeros_like(tensor) if part is None else part for tensor, part in zip(wanted, found, strict=True)]
-
-
-def _aligned(found: Sequence[Tensor], tensors: Sequence[Tensor]) -> Derivatives:
-    rest = iter(found)
-    return [next(rest) if tensor.requires_grad else None for tensor in tensors]
-
-
-def _sum(left: Derivatives, right: Derivatives) -> Derivatives:
-    return [a if b is None else b if a is None else a + b for a, b in zip(left, right, strict=True)]
+    return system.pulled_back(moving, [part for part in derivatives if part is not None])

@@ -75,13 +75,12 @@ class DensityEstimate(Estimate):
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         check_estimated("solve for y - mean", self.weights)
         result = surrogate(operator, self.value, self.left, self.right, self.weights, residual)
-        tensors = operator.representation()
-        if self.control is None or not any(tensor.requires_grad for tensor in tensors):
+        moving = [tensor for tensor in operator.representation() if tensor.requires_grad]
+        if self.control is None or not moving:
             return result
         # Not in the backward pass, which would keep the control variate's factors as long as the loss.
-        score = zip(tensors, self.control.mean_score(operator), strict=True)
-        pairs = [(tensor, derivative) for tensor, derivative in score if derivative is not None]
-        return result + with_derivatives(torch.zeros_like(result), pairs)
+        score = list(zip(moving, self.control.mean_score(operator), strict=True))
+        return result + with_derivatives(torch.zeros_like(result), score)
 
 
 def check_estimated(name: str, tensor: Tensor) -> None:

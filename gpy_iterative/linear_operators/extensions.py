@@ -23,7 +23,7 @@ Rows = slice | Tensor
 Operation = ParamSpec("Operation")
 
 
-# Parts of unbatched operators, without autograd
+# Parts of unbatched operators, without autograd but for `principal_blocks`
 
 
 def _by_parts(operation: Callable[Operation, Tensor]) -> Callable[Operation, Tensor]:

@@ -117,9 +117,8 @@ def test_derivatives_are_those_of_the_dense_density(name: str, recipe: str) -> N
     control = ControlVariate.of(Probes(vectors, dual, factor), operator)
     assert control is not None
     found = control.mean_score(operator)
-    value = sum(
-        (tensor * part).sum() for tensor, part in zip(operator.representation(), found, strict=True) if part is not None
-    )
+    moving = [tensor for tensor in operator.representation() if tensor.requires_grad]
+    value = sum((tensor * part).sum() for tensor, part in zip(moving, found, strict=True))
     parameters = [parameter for parameter in case.model.parameters() if parameter.requires_grad]
     derivative = torch.autograd.grad(value, parameters, allow_unused=True)
     dense = case.model.covar_module(case.x).to_dense()
@@ -142,8 +141,7 @@ def test_the_mean_score_is_zero(recipe: str) -> None:
     assert control is not None
     one = ControlVariate(control.vectors[:, -1:], factor).mean_score(operator)
     for mean, single in zip(control.mean_score(operator), one, strict=True):
-        if mean is not None and single is not None:
-            assert mean.abs().max() < 1e-8 * single.abs().max()
+        assert mean.abs().max() < 1e-8 * single.abs().max()
 
 
 @pytest.mark.usefixtures("with_neighbours")
