@@ -11,9 +11,14 @@ from torch import Tensor
 CHUNK = 4096
 
 
+def root_mean_square(numbers: Tensor) -> float:
+    """Of all numbers."""
+    return float(numbers.square().mean().sqrt())
+
+
 def regression_scores(mean: Tensor, variance: Tensor, target: Tensor) -> tuple[float, float]:
     """RMSE, and the mean log density of each target under its own predictive normal."""
-    rmse = float((mean - target).square().mean().sqrt())
+    rmse = root_mean_square(mean - target)
     log_density = -0.5 * ((mean - target).square() / variance + variance.log() + math.log(2 * math.pi))
     return rmse, float(log_density.mean())
 

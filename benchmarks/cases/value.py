@@ -1,7 +1,6 @@
 """The value along a training run against the exact one, in standard errors that the report gives."""
 
 import torch
-from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks.command_line import (
@@ -16,6 +15,7 @@ from benchmarks.command_line import (
     succeeded_or_exit,
 )
 from benchmarks.datasets import load
+from benchmarks.metrics import root_mean_square
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
 from benchmarks.training import take_step
@@ -67,17 +67,13 @@ def value(
         [
             [
                 str(seed),
-                f"{_root_mean_square(differences[seed]):.4f}",
+                f"{root_mean_square(differences[seed]):.4f}",
                 f"{differences[seed].abs().max():.4f}",
-                f"{_root_mean_square(errors[seed]):.4f}",
-                f"{_root_mean_square(ratios[seed]):.2f}",
+                f"{root_mean_square(errors[seed]):.4f}",
+                f"{root_mean_square(ratios[seed]):.2f}",
                 f"{ratios[seed].abs().max():.2f}",
             ]
             for seed in range(seeds)
         ],
     )
     finish(f"value_{dataset}", options, threads, outcome=outcome)
-
-
-def _root_mean_square(numbers: Tensor) -> float:
-    return float(numbers.square().mean().sqrt())

@@ -325,9 +325,7 @@ def test_relevance_vectors_of_a_sinc() -> None:
     phi = kernel(x).to_dense()
     for _ in range(100):  # the mean-field optimum, and MacKay's update
         set_weights(model, *best_weights(phi, torch.diag(basis.precision), y, 0.01, 0))
-        determined = 1 - basis.precision * model.weights.variance
-        with torch.no_grad():
-            basis.log_precision.copy_((determined / model.weights.mean.square()).log().unsqueeze(-1))
+        basis.update_precision(model.weights.mean, model.weights.variance)
     assert len(basis.relevant()) <= 20
     pruned = gpi.models.prune_relevance_vectors(model.eval())
     assert not pruned.training
