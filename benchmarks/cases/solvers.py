@@ -63,7 +63,6 @@ def _solvers(tolerance: float, max_epochs: float, block_size: int) -> dict[str, 
         "Nystrom(500)": Nystrom(500),
         "Vecchia(10)": Vecchia(10),
         "Vecchia(30)": Vecchia(30),
-        "Vecchia(30), maximin": Vecchia(30, ordering="maximin"),
         "LowRankPlusVecchia()": LowRankPlusVecchia(),
     }
     solvers: dict[str, IterativeSolver] = {

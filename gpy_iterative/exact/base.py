@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_autocast, check_instance
 from gpy_iterative.errors import VarianceWarning, warn
-from gpy_iterative.exact.control_variate import RESIDUAL_OF_ONE, ControlVariate
+from gpy_iterative.exact.control_variate import ControlVariate
 from gpy_iterative.exact.estimates import (
     DensityEstimate,
     Estimate,
@@ -57,6 +57,10 @@ logger = logging.getLogger(__name__)
 NUM_LOGDET_PROBES = 4
 #: See `largest_left`: beyond it the default is conjugate gradients with neighbours.
 MOST_LEFT = 500.0
+#: More than `gpi.fit` takes: plain loops do not tell the gradient's noise.
+NEIGHBOURS = 60
+#: Default tolerance beside a control variate.
+CONTROLLED_TOLERANCE = 0.004
 
 
 @dataclass(frozen=True)
@@ -272,10 +276,10 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             return exact_estimate(operator, system.residual, solver), run
         run = run.for_system(operator)
         if self.solver is None and "order" in run.parts.get("logdet", ()):
-            solver = conjugate_gradients()  # once chosen, they stay
+            solver = conjugate_gradients(NEIGHBOURS)  # once chosen, they stay
         drawn = self._draw(system, run, solver)
         if self.solver is None and isinstance(solver, AlternatingProjections) and _is_hard(operator, drawn.logdet):
-            solver = conjugate_gradients()
+            solver = conjugate_gradients(NEIGHBOURS)
             drawn = self._draw(system, run, solver)
         return self._solve(system, drawn, solver)
 
@@ -299,8 +303,12 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     def _solve(self, system: TrainingSystem, drawn: "_Drawn", solver: Solver) -> tuple[DensityEstimate, Run]:
         run, has_control = drawn.run, drawn.are_whitened and self._is_controlled
         control = ControlVariate.of(drawn.probes, system.operator) if has_control else None
-        residual_of_one = drawn.distribution.residual_of_one if control is None else RESIDUAL_OF_ONE
-        probe_tolerance = solver.probe_tolerance or solver.tolerance
+        residual_of_one, tolerance = drawn.distribution.residual_of_one, solver.tolerance
+        if control is not None:  # solver errors are what is left
+            residual_of_one = None
+            if self.solver is None:
+                tolerance = min(tolerance, CONTROLLED_TOLERANCE)
+        probe_tolerance = solver.probe_tolerance or tolerance
         if solver.probe_tolerance is None and residual_of_one is not None:
             # Solver errors bias the gradient: keep them below the probes' noise.
             probe_tolerance = max(probe_tolerance, min(0.05, residual_of_one / math.sqrt(self.probes.num_probes)))
@@ -314,7 +322,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                 solver,
                 control=control,
                 preconditioner=drawn.logdet.covariance if drawn.are_whitened else None,
-                tolerances=(solver.tolerance, probe_tolerance),
+                tolerances=(tolerance, probe_tolerance),
                 initial_guess=before.get("guess", before["latest"]) if before and self.warm_start else None,
                 positions=None if learned is None else BracketPositions(**learned),
                 generator=generator,

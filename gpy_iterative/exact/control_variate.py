@@ -20,8 +20,8 @@ from torch import Tensor
 from gpy_iterative.exact.probes import Probes
 from gpy_iterative.linear_operators.extensions import (
     dense_rows,
-    kernel_inputs,
     matrix_derivative,
+    most_inputs,
     principal_blocks,
     sum_terms,
 )
@@ -29,15 +29,15 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchiaFactor
-from gpy_iterative.preconditioners.pivoted_cholesky import pivot_factor
+from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor, pivot_factor
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
 from gpy_iterative.preconditioners.vecchia import block_factors
 from gpy_iterative.worker_threads import ByDevice, summed
 
+Covariance = LowRankPlusVecchiaFactor | PivotedCholeskyFactor | SparseInverseCholesky
+
 #: Inputs of a kernel up to which the noise falls 2 to 40 times; beyond, 2 or 3 times, at the price of another step.
 MOST_INPUTS = 3
-#: See `ProbeDistribution.residual_of_one`.
-RESIDUAL_OF_ONE = 0.02
 #: Entries of blocks at a time.
 ENTRIES = ByDevice(cpu=2**18, accelerator=2**24)
 
@@ -47,18 +47,20 @@ class ControlVariate:
     """The score of probes xi [n, s] with covariance S."""
 
     vectors: Tensor
-    covariance: LowRankPlusVecchiaFactor | SparseInverseCholesky
+    dual: Tensor  # S^-1 xi
+    covariance: Covariance
 
     @classmethod
     def of(cls, probes: Probes, operator: LinearOperator) -> "ControlVariate | None":
         """None where it does not pay, and where derivatives of S are unknown or cost too much."""
-        covariance = probes.covariance
-        is_known = isinstance(covariance, LowRankPlusVecchiaFactor | SparseInverseCholesky)
-        if not is_known or not isinstance(operator, NoisyLinearOperator):
+        covariance, dual = probes.covariance, probes.dual
+        if not isinstance(covariance, Covariance) or dual is None or not isinstance(operator, NoisyLinearOperator):
+            return None
+        if operator.batch_shape or most_inputs(operator) > MOST_INPUTS:
             return None
         first = torch.zeros(1, dtype=torch.long, device=operator.device)
         is_simple = all(isinstance(term, TiledLinearOperator) for term in sum_terms(operator.kernel[first, :]))
-        return cls(probes.vectors, covariance) if is_simple and _most_inputs(operator) <= MOST_INPUTS else None
+        return cls(probes.vectors, dual, covariance) if is_simple else None
 
     @torch.no_grad()
     def mean_score(self, operator: LinearOperator) -> list[Tensor]:
@@ -67,6 +69,8 @@ class ControlVariate:
         Cost: one or two times that of S.
         """
         system, count = _System.copied(operator), self.vectors.shape[-1]
+        if isinstance(self.covariance, PivotedCholeskyFactor):
+            return _of_low_rank_plus_noise(system, self.covariance, self.dual)
         if isinstance(self.covariance, SparseInverseCholesky):
             return _of_blocks(system, self.covariance, self.vectors, self.covariance.whiten(self.vectors) / count)[0]
         local, factor, whitened = self.covariance.local, self.covariance.factor, self.covariance.whitened
@@ -101,11 +105,6 @@ class _System:
     def pulled_back(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Gradients by the leaves, for those by functions of them."""
         return torch.autograd.grad(outputs, self.leaves, gradients, materialize_grads=True)
-
-
-def _most_inputs(operator: NoisyLinearOperator) -> int:
-    inputs = [kernel_inputs(term) for term in sum_terms(operator.kernel)]
-    return max(points.shape[-1] for points in inputs if points is not None)
 
 
 def _of_blocks(
@@ -161,7 +160,23 @@ def _of_blocks(
     return summed(of_share, parts, b.device), q
 
 
-def _of_low_rank(system: _System, covariance: LowRankPlusVecchiaFactor, of_factor: Tensor) -> Sequence[Tensor]:
+def _of_low_rank_plus_noise(system: _System, covariance: PivotedCholeskyFactor, dual: Tensor) -> list[Tensor]:
+    """Of log N(xi; 0, L L^T + noise): its derivative by S is half the mean of dual dual^T - S^-1."""
+    factor = covariance.factor
+    solved = covariance.solve(factor)
+    of_factor = dual @ (dual.mT @ factor) / dual.shape[-1] - solved
+    inverse = (1 - (solved * factor).sum(-1)) / covariance.diagonal  # diag(S^-1)
+    found = _of_low_rank(system, covariance, of_factor)
+    noise = system.operator.noise
+    if not noise.requires_grad:
+        return list(found)
+    more = system.pulled_back([noise], [0.5 * (dual.square().mean(-1) - inverse)])
+    return [one + other for one, other in zip(found, more, strict=True)]
+
+
+def _of_low_rank(
+    system: _System, covariance: LowRankPlusVecchiaFactor | PivotedCholeskyFactor, of_factor: Tensor
+) -> Sequence[Tensor]:
     """Derivatives of a function of L L^T with df = tr(of_factor^T dL).
 
     With L = C R^-T, for columns C of K and R R^T its block on the pivots plus jitter: by C it is of_factor R^-1,

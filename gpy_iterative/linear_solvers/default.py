@@ -30,5 +30,5 @@ def default_solver(operator: LinearOperator) -> Solver:
     return AlternatingProjections(fallback=conjugate_gradients())
 
 
-def conjugate_gradients() -> ConjugateGradients:
-    return ConjugateGradients(preconditioner=LowRankPlusVecchia())
+def conjugate_gradients(num_neighbours: int | None = None) -> ConjugateGradients:
+    return ConjugateGradients(preconditioner=LowRankPlusVecchia(num_neighbours=num_neighbours))

@@ -16,7 +16,7 @@ from linear_operator.operators import ConstantMulLinearOperator, RootLinearOpera
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, kernel_inputs
+from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, kernel_inputs, most_inputs
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.functions import RBF
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
@@ -34,6 +34,8 @@ ROWS_PER_NEIGHBOUR, NEIGHBOURS = 300, (30, 60)
 #: Largest eigenvalue of the rest over the noise up to which the low rank is enough: conjugate gradients take about twice
 #: its root in iterations.
 LARGEST_LEFT = 10.0
+#: Points on a line up to which a low rank costs no more than the iterations that it saves beside `Vecchia()`.
+MOST_ON_LINE = 10_000
 
 
 class LowRankPlusVecchiaFactor(SampledPreconditioner):
@@ -96,30 +98,34 @@ class LowRankPlusVecchiaFactor(SampledPreconditioner):
 
 @dataclass(frozen=True)
 class LowRankPlusVecchia(PreconditionerRecipe):
-    """Recipe for L L^T of `RandomlyPivotedCholesky(rank)`, plus Vecchia's approximation, by n / 300 but 30 to 60
-    neighbours, of what its first half leaves of H.
+    """Recipe for L L^T of `RandomlyPivotedCholesky(rank)`, plus Vecchia's approximation of what its first half leaves of H.
 
     Each serves where the other fails: smooth kernels have a low rank, and neighbours screen what it leaves. Where all of L
-    leaves little, in a batch and without kernel inputs or noise, it is the low rank alone; with a far field `Vecchia()`
-    alone, unless all kernels are RBF or one is periodic or not radial: neighbours then do not screen far points.
+    leaves little, in a batch and without kernel inputs or noise, it is the low rank alone; with a far field Vecchia's
+    alone, unless all kernels are RBF or one is periodic or not radial: neighbours then do not screen far points. Up to
+    10,000 points on a line the low rank is tried first.
 
     Args:
         rank: None: n / 16, at most 500.
+        num_neighbours: None: n / 300, but 30 to 60; without low rank 30.
     """
 
     rank: int | None = None
+    num_neighbours: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rank is not None:
-            check_count("rank", self.rank)
+        for name, value in vars(self).items():
+            if value is not None:
+                check_count(name, value)
 
     @torch.no_grad()
     def choices(self, operator: LinearOperator, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Pivots [k], none for Vecchia alone, and order of elimination [n] where there are neighbours."""
-        if _is_local(operator):
-            pivots = torch.empty(0, dtype=torch.long, device=operator.device)
-        else:
-            pivots = self._low_rank(operator).low_rank(operator, generator=generator)[1]
+        is_local, pivots = _is_local(operator), torch.empty(0, dtype=torch.long, device=operator.device)
+        if not is_local or (most_inputs(operator) == 1 and operator.shape[-1] <= MOST_ON_LINE):
+            factor, found, _ = self._low_rank(operator).low_rank(operator, generator=generator)
+            if not is_local or largest_left(operator, factor) < LARGEST_LEFT:
+                pivots = found
         order = Vecchia().choices(operator, generator) if has_neighbours(operator) else {}
         return {"pivots": pivots, **order}
 
@@ -136,8 +142,10 @@ class LowRankPlusVecchia(PreconditionerRecipe):
         Args:
             choices: of an earlier factor, for one that is smooth in the hyperparameters.
         """
-        if _is_local(operator) if choices is None else "order" in choices and not len(choices["pivots"]):
-            return Vecchia().build(operator, generator=generator, choices=choices)
+        if choices is None and _is_local(operator):
+            choices = self.choices(operator, generator)
+        if choices is not None and "order" in choices and not len(choices["pivots"]):
+            return Vecchia(self.num_neighbours or NEIGHBOURS[0]).build(operator, choices=choices)
         pivots = None if choices is None else choices["pivots"]
         factor, pivots, jitter = self._low_rank(operator).low_rank(operator, pivots, generator=generator)
         if not has_neighbours(operator) or largest_left(operator, factor) < LARGEST_LEFT:
@@ -145,17 +153,14 @@ class LowRankPlusVecchia(PreconditionerRecipe):
         factor = factor[:, : math.ceil(len(pivots) / 2)].contiguous()  # rows are read
         explained = ConstantMulLinearOperator(RootLinearOperator(factor), factor.new_tensor(-1.0))
         rest = NoisyLinearOperator(SumLinearOperator(operator.kernel, explained), operator.noise)
-        local = Vecchia(_num_neighbours(len(factor))).build(rest, generator=generator, choices=choices)
+        least, most = NEIGHBOURS
+        suited = min(max(len(factor) // ROWS_PER_NEIGHBOUR, least), most)
+        local = Vecchia(self.num_neighbours or suited).build(rest, generator=generator, choices=choices)
         return LowRankPlusVecchiaFactor(factor, pivots, jitter, local)
 
     def _low_rank(self, operator: LinearOperator) -> RandomlyPivotedCholesky:
         suited = min(max(operator.shape[-1] // ROWS_PER_COLUMN, 1), MAX_RANK)
-        return RandomlyPivotedCholesky(suited if self.rank is None else self.rank)
-
-
-def _num_neighbours(size: int) -> int:
-    least, most = NEIGHBOURS
-    return min(max(size // ROWS_PER_NEIGHBOUR, least), most)
+        return RandomlyPivotedCholesky(self.rank or suited)
 
 
 def largest_left(operator: LinearOperator, factor: Tensor) -> float:

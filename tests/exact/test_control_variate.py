@@ -1,6 +1,7 @@
 """The score of the probes' density: its derivative, its mean of zero, and the noise that it takes away."""
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ from gpy_iterative.fitting.choice import system_now
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusVecchia, Vecchia
 from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchiaFactor
+from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
+from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
 from tests.exact.gaussian_models import Case, Regression
 from tests.exact.test_exact import value_and_gradients
@@ -75,14 +78,15 @@ def factor_of(recipe: Vecchia | LowRankPlusVecchia, operator: NoisyLinearOperato
 
 def density(matrix: Tensor, noise: Tensor, factor, vectors: Tensor) -> Tensor:
     """The mean of log N(xi_j; 0, S) by dense algebra, differentiable in K and noise; without 2 pi."""
-    is_sum = isinstance(factor, LowRankPlusVecchiaFactor)
-    local = factor.local if is_sum else factor
     low_rank = torch.zeros_like(matrix)
-    if is_sum:
+    if not isinstance(factor, SparseInverseCholesky):
         pivots = factor.pivots[: factor.factor.shape[-1]]
         block = matrix[pivots][:, pivots]
         jitter = 1e-10 * block.detach().diagonal().max() * torch.eye(len(pivots)).double()
         low_rank = matrix[:, pivots] @ torch.linalg.solve(block + jitter, matrix[pivots])
+    if isinstance(factor, PivotedCholeskyFactor):
+        return mean_log_density(low_rank + noise.diag(), vectors)
+    local = factor.local if isinstance(factor, LowRankPlusVecchiaFactor) else factor
     rest, rows = matrix - low_rank + noise.diag(), []
     for i, point in enumerate(local.order.tolist()):
         near = sorted(set(local.neighbours[i].tolist())) if i >= local.neighbours.shape[1] else range(i)
@@ -90,28 +94,27 @@ def density(matrix: Tensor, noise: Tensor, factor, vectors: Tensor) -> Tensor:
         last = torch.linalg.inv(rest[chosen][:, chosen])[-1]
         rows.append(torch.zeros(len(matrix)).double().index_put((torch.tensor(chosen),), last / last[-1].sqrt()))
     b = torch.stack(rows)
-    covariance = low_rank + torch.linalg.inv(b.mT @ b)
+    return mean_log_density(low_rank + torch.linalg.inv(b.mT @ b), vectors)
+
+
+def mean_log_density(covariance: Tensor, vectors: Tensor) -> Tensor:
     quadratic = (vectors * torch.linalg.solve(covariance, vectors)).sum(0).mean()
     return -0.5 * (quadratic + torch.logdet(covariance))
 
 
-@pytest.fixture
-def with_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["Vecchia", "low rank", "sum"])
+def recipe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Vecchia | LowRankPlusVecchia:
     module = "gpy_iterative.preconditioners.low_rank_plus_vecchia"
-    monkeypatch.setattr(f"{module}.LARGEST_LEFT", 0.0)
+    monkeypatch.setattr(f"{module}.LARGEST_LEFT", math.inf if request.param == "low rank" else 0.0)
     monkeypatch.setattr(f"{module}.NEIGHBOURS", (NEIGHBOURS, NEIGHBOURS))
+    return Vecchia(NEIGHBOURS) if request.param == "Vecchia" else LowRankPlusVecchia(RANK)
 
 
-RECIPES = {"Vecchia": Vecchia(NEIGHBOURS), "sum": LowRankPlusVecchia(RANK)}
-
-
-@pytest.mark.usefixtures("with_neighbours")
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", [*KERNELS, "noise of every datum"])
-def test_derivatives_are_those_of_the_dense_density(name: str, recipe: str) -> None:
+def test_derivatives_are_those_of_the_dense_density(name: str, recipe: Vecchia | LowRankPlusVecchia) -> None:
     case = case_of(KERNELS.get(name, KERNELS["Matern-3/2"])(), per_datum=name not in KERNELS)
     operator = operator_of(case)
-    factor = factor_of(RECIPES[recipe], operator)
+    factor = factor_of(recipe, operator)
     base = torch.randn(factor.num_signs, 3, generator=torch.Generator().manual_seed(1)).double()
     vectors, dual = factor.sample(base)
     control = ControlVariate.of(Probes(vectors, dual, factor), operator)
@@ -130,28 +133,25 @@ def test_derivatives_are_those_of_the_dense_density(name: str, recipe: str) -> N
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * N)
 
 
-@pytest.mark.usefixtures("with_neighbours")
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_mean_score_is_zero(recipe: str) -> None:
+def test_the_mean_score_is_zero(recipe: Vecchia | LowRankPlusVecchia) -> None:
     """By base vectors whose mean square is the identity."""
     operator = operator_of(case_of(KERNELS["Matern-3/2"]()))
-    factor = factor_of(RECIPES[recipe], operator)
+    factor = factor_of(recipe, operator)
     count = factor.num_signs
     control = ControlVariate.of(Probes(*factor.sample(count**0.5 * torch.eye(count).double()), factor), operator)
     assert control is not None
-    one = ControlVariate(control.vectors[:, -1:], factor).mean_score(operator)
+    one = ControlVariate(control.vectors[:, -1:], control.dual[:, -1:], factor).mean_score(operator)
     for mean, single in zip(control.mean_score(operator), one, strict=True):
         assert mean.abs().max() < 1e-8 * single.abs().max()
 
 
-@pytest.mark.usefixtures("with_neighbours")
 @pytest.mark.parametrize("part", ["kernel", "noise", "mean"])
-def test_frozen_parameters_have_no_derivative(part: str) -> None:
+def test_frozen_parameters_have_no_derivative(part: str, recipe: Vecchia | LowRankPlusVecchia) -> None:
     case = plane(200)
     trained = {"kernel": case.model.covar_module, "noise": case.likelihood, "mean": case.model.mean_module}[part]
     case.model.requires_grad_(False)
     trained.requires_grad_(True)
-    solver = ConjugateGradients(preconditioner=LowRankPlusVecchia(RANK))
+    solver = ConjugateGradients(preconditioner=recipe)
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=solver, generator=0)
     mll(case.model(case.x), case.y).backward()
     for name, parameter in case.model.named_parameters():
@@ -167,9 +167,15 @@ def samples(case: Case, solver: ConjugateGradients, draws: int) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("recipe", [Vecchia(20), LowRankPlusVecchia(20)], ids=["Vecchia", "sum"])
-def test_the_gradient_is_unbiased_with_a_fifth_of_the_noise(recipe, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpy_iterative.preconditioners.low_rank_plus_vecchia.LARGEST_LEFT", 0.0)
+@pytest.mark.parametrize(
+    ("recipe", "enough"),
+    [(Vecchia(20), 0.0), (LowRankPlusVecchia(20), 0.0), (LowRankPlusVecchia(270), math.inf)],
+    ids=["Vecchia", "sum", "low rank"],
+)
+def test_the_gradient_is_unbiased_with_a_fifth_of_the_noise(
+    recipe: Vecchia | LowRankPlusVecchia, enough: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpy_iterative.preconditioners.low_rank_plus_vecchia.LARGEST_LEFT", enough)
     case = plane(300, dtype=dtype)
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=Cholesky())
     _, expected = value_and_gradients(mll, case)

@@ -49,7 +49,6 @@ DISTRIBUTIONS = {
     ),
     "preconditioned, random pivots": lambda s: Preconditioned(num_probes=s, recipe=RandomlyPivotedCholesky(rank=5)),
     "whitened": lambda s: Whitened(num_probes=s, recipe=Vecchia(5)),
-    "whitened, maximin": lambda s: Whitened(num_probes=s, recipe=Vecchia(5, ordering="maximin")),
     "whitened, low rank": lambda s: Whitened(num_probes=s, recipe=LowRankPlusVecchia(20)),
     "whitened, low rank plus neighbours": lambda s: Whitened(num_probes=s, recipe=LowRankPlusVecchia(2)),
     "features": lambda s: RandomFeatures(num_probes=s, num_frequencies=20),

@@ -195,6 +195,21 @@ def test_a_far_field_takes_neighbours_alone() -> None:
     assert isinstance(recipe.build(far_field, choices=recipe.choices(tiles)), PivotedCholeskyFactor)
 
 
+@pytest.mark.parametrize(
+    ("most", "lengthscale", "is_low"), [(2000, 0.3, True), (2000, 0.001, False), (1999, 0.3, False)]
+)
+def test_a_far_field_on_a_line_takes_a_low_rank_that_is_enough(
+    most: int, lengthscale: float, is_low: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpy_iterative.preconditioners.low_rank_plus_vecchia.MOST_ON_LINE", most)
+    operator = system(lengthscale, inputs=1, rows=2000, far_field=1e-5)
+    assert far_field_error(operator) is not None
+    choices = LowRankPlusVecchia(60).choices(operator)
+    expected = PivotedCholeskyFactor if is_low else SparseInverseCholesky
+    for factor in (LowRankPlusVecchia(60).build(operator), LowRankPlusVecchia(60).build(operator, choices=choices)):
+        assert isinstance(factor, expected)
+
+
 def test_a_far_field_of_rbf_kernels_takes_a_low_rank() -> None:
     smooth, rough = (system(length, rows=3000, far_field=1e-2, kernel=RBFKernel()) for length in (0.3, 0.02))
     assert all(far_field_error(operator) is not None for operator in (smooth, rough))
@@ -239,9 +254,25 @@ def test_the_generator_decides() -> None:
         assert not torch.equal(of_first, of_other)
 
 
-def test_a_rank_below_one() -> None:
-    with pytest.raises(ValueError, match="rank"):
-        LowRankPlusVecchia(0)
+@pytest.mark.parametrize("name", ["rank", "num_neighbours"])
+def test_bad_options(name: str) -> None:
+    for value in (0, 2.5):
+        with pytest.raises(ValueError, match=name):
+            LowRankPlusVecchia(**{name: value})
+
+
+def test_the_number_of_neighbours_follows_the_rows_or_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_local(monkeypatch)
+    operator, far_field = system(0.1), system(0.3, rows=3000, far_field=1e-2)
+
+    def width(operator: NoisyLinearOperator, num_neighbours: int | None = None) -> int:
+        factor = LowRankPlusVecchia(20, num_neighbours).build(operator)
+        return (factor if isinstance(factor, SparseInverseCholesky) else factor.local).neighbours.shape[-1]
+
+    assert width(operator) == width(far_field) == 30
+    assert width(operator, 7) == width(far_field, 7) == 7
+    monkeypatch.setattr("gpy_iterative.preconditioners.low_rank_plus_vecchia.ROWS_PER_NEIGHBOUR", 10)
+    assert width(operator) == 50
 
 
 def test_the_rank_follows_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from gpy_iterative.linear_operators import (
 )
 from gpy_iterative.linear_operators.radial.functions import MATERN12, MATERN32, RBF, RadialFunction
 from gpy_iterative.preconditioners import RandomlyPivotedCholesky, SparseInverseCholesky, Vecchia, vecchia
+from gpy_iterative.preconditioners.neighbours import maximin_order, random_order
 from gpy_iterative.solvers import ConjugateGradients, SolveStatus, russian_roulette_solve
 from gpy_iterative.truncation import ExponentialTruncation
 from gpy_iterative.worker_threads import ByDevice, divided
@@ -95,11 +96,12 @@ def dense(factor: SparseInverseCholesky) -> Tensor:
     return factor.whiten(identity)[:, factor.order]
 
 
-@pytest.mark.parametrize("ordering", ["random", "maximin"])
 @pytest.mark.parametrize("name", ["Matern-3/2", "Matern-1/2", "noise of every datum"])
-def test_the_factor_is_the_naive_one(name: str, ordering: str) -> None:
+@pytest.mark.parametrize("is_given", [False, True], ids=["own order", "given order"])
+def test_the_factor_is_the_naive_one(name: str, is_given: bool) -> None:
     operator = SYSTEMS[name]()
-    factor = Vecchia(7, ordering=ordering).build(operator)
+    order = random_order(N, torch.Generator().manual_seed(2))
+    factor = Vecchia(7).build(operator, choices={"order": order} if is_given else None)
     expected = naive(operator.to_dense(), operator.kernel.x1, factor.order, 7)
     torch.testing.assert_close(dense(factor), expected, rtol=1e-7, atol=1e-7)
     assert int((dense(factor) != 0).sum(-1).max()) == 8
@@ -142,9 +144,9 @@ def test_samples_have_the_covariance_and_their_duals_are_its_solves(dtype: torch
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("ordering", ["random", "maximin"])
-def test_one_seed_one_factor(ordering: str, threads: int) -> None:
-    operator, recipe, before = field(plane(300)), Vecchia(9, ordering=ordering), torch.get_num_threads()
+@pytest.mark.parametrize("d", [2, 4])
+def test_one_seed_one_factor(d: int, threads: int) -> None:
+    operator, recipe, before = field(plane(300, d)), Vecchia(9), torch.get_num_threads()
     state = torch.random.get_rng_state()
     torch.set_num_threads(threads)
     try:
@@ -157,6 +159,17 @@ def test_one_seed_one_factor(ordering: str, threads: int) -> None:
     assert not torch.equal(built[0].order, built[2].order)
     torch.testing.assert_close(recipe.build(operator).solve(rhs), recipe.build(operator).solve(rhs), rtol=0, atol=0)
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_early_points_are_far_apart_on_maps_and_random_beyond() -> None:
+    for d, order in ((3, maximin_order), (4, lambda x, generator: random_order(len(x), generator))):
+        x = plane(200, d)
+        operator = NoisyLinearOperator(
+            SumLinearOperator(field(x).kernel, field(2 * x).kernel), torch.ones(200, dtype=torch.float64)
+        )
+        found = Vecchia(5).choices(operator, torch.Generator().manual_seed(1))["order"]
+        points = torch.cat([x, 2 * x], dim=-1) / 0.5
+        assert torch.equal(found, order(points, torch.Generator().manual_seed(1)))
 
 
 def test_a_given_order_stays() -> None:
@@ -188,13 +201,13 @@ def test_conjugate_gradients_take_far_fewer_iterations(d: int, lengthscale: floa
     assert 4 * iterations["Vecchia"] < min(iterations["none"], iterations["low rank"])
 
 
-@pytest.mark.parametrize("ordering", ["random", "maximin"])
+@pytest.mark.parametrize("d", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_duplicates_and_little_noise(dtype: torch.dtype, ordering: str) -> None:
-    x = plane(300).repeat(2, 1)
+def test_duplicates_and_little_noise(dtype: torch.dtype, d: int) -> None:
+    x = plane(300, d).repeat(2, 1)
     x[:100] = x[0]
     operator = field(x, noise=1e-4, dtype=dtype)
-    factor = Vecchia(15, ordering=ordering).build(operator)
+    factor = Vecchia(15).build(operator)
     assert torch.equal(factor.order.sort().values, torch.arange(600))
     # No row of B says more than its noise allows.
     assert 0 < factor.diagonal.max() < 1e2 * (1 + 1e-2)
@@ -218,7 +231,7 @@ def test_blocks_without_a_cholesky_factor_take_a_jitter_and_say_so() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_tiny_systems(n: int) -> None:
     operator = field(plane(n))
-    for recipe in (Vecchia(), Vecchia(1), Vecchia(ordering="maximin")):
+    for recipe in (Vecchia(), Vecchia(1)):
         factor = recipe.build(operator)
         rhs = torch.ones(n, 2).double()
         if n < 3 or recipe.num_neighbours > 1:
@@ -263,7 +276,6 @@ def test_a_series_takes_it() -> None:
     [
         ({"num_neighbours": 0}, "num_neighbours must be at least 1, got 0"),
         ({"num_neighbours": 2.5}, "num_neighbours must be a whole number"),
-        ({"ordering": "max-min"}, "ordering must be 'random' or 'maximin', got 'max-min'"),
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:
