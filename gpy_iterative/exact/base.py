@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_autocast, check_instance
 from gpy_iterative.errors import VarianceWarning, warn
-from gpy_iterative.exact.control_variate import ControlVariate
+from gpy_iterative.exact.control_variate import MOST_INPUTS, ControlVariate
 from gpy_iterative.exact.estimates import (
     DensityEstimate,
     Estimate,
@@ -32,11 +32,13 @@ from gpy_iterative.exact.estimates import (
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior
 from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes, Whitened, suited_to
 from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_likelihood, checked_system
+from gpy_iterative.linear_operators.extensions import kernel_inputs
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 from gpy_iterative.linear_solvers.alternating_projections import AlternatingProjections
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
+from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, conjugate_gradients, default_solver
 from gpy_iterative.linear_solvers.logdet.lanczos import BracketPositions
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus, warn_of
@@ -48,7 +50,12 @@ from gpy_iterative.training.report import MarginalLogLikelihoodReport
 from gpy_iterative.training.run import Resumable, Run
 from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
-from gpy_iterative.training.training_system import ROUNDING_IN_TRAINING, TrainingSystem, check_inputs
+from gpy_iterative.training.training_system import (
+    MOST_ROWS_IN_FLOAT64,
+    ROUNDING_IN_TRAINING,
+    TrainingSystem,
+    check_inputs,
+)
 from gpy_iterative.worker_threads import divided
 
 logger = logging.getLogger(__name__)
@@ -57,9 +64,10 @@ logger = logging.getLogger(__name__)
 NUM_LOGDET_PROBES = 4
 #: See `largest_left`: beyond it the default is conjugate gradients with neighbours.
 MOST_LEFT = 500.0
-#: More than `gpi.fit` takes: plain loops do not tell the gradient's noise.
-NEIGHBOURS = 60
-#: Default tolerance beside a control variate.
+#: On tiles, for inputs with a control variate, which leaves the noise that neighbours leave.
+NEIGHBOURS_ON_MAPS = 80
+#: Beside a control variate, which leaves solver errors: default tolerance, and that of the probes if it is larger than the
+#: targets'.
 CONTROLLED_TOLERANCE = 0.004
 
 
@@ -275,11 +283,12 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if isinstance(solver, Cholesky):
             return exact_estimate(operator, system.residual, solver), run
         run = run.for_system(operator)
-        if self.solver is None and "order" in run.parts.get("logdet", ()):
-            solver = conjugate_gradients(NEIGHBOURS)  # once chosen, they stay
+        is_open = self.solver is None and isinstance(solver, AlternatingProjections)
+        if is_open and "order" in run.parts.get("logdet", ()):
+            solver, is_open = _with_neighbours(operator), False  # once chosen, they stay
         drawn = self._draw(system, run, solver)
-        if self.solver is None and isinstance(solver, AlternatingProjections) and _is_hard(operator, drawn.logdet):
-            solver = conjugate_gradients(NEIGHBOURS)
+        if is_open and _is_hard(operator, drawn.logdet):
+            solver = _with_neighbours(operator)
             drawn = self._draw(system, run, solver)
         return self._solve(system, drawn, solver)
 
@@ -303,15 +312,15 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     def _solve(self, system: TrainingSystem, drawn: "_Drawn", solver: Solver) -> tuple[DensityEstimate, Run]:
         run, has_control = drawn.run, drawn.are_whitened and self._is_controlled
         control = ControlVariate.of(drawn.probes, system.operator) if has_control else None
-        residual_of_one, tolerance = drawn.distribution.residual_of_one, solver.tolerance
-        if control is not None:  # solver errors are what is left
-            residual_of_one = None
-            if self.solver is None:
-                tolerance = min(tolerance, CONTROLLED_TOLERANCE)
-        probe_tolerance = solver.probe_tolerance or tolerance
-        if solver.probe_tolerance is None and residual_of_one is not None:
-            # Solver errors bias the gradient: keep them below the probes' noise.
-            probe_tolerance = max(probe_tolerance, min(0.05, residual_of_one / math.sqrt(self.probes.num_probes)))
+        tolerance, residual_of_one = solver.tolerance, drawn.distribution.residual_of_one
+        # Solver errors bias the gradient: keep them below the probes' noise.
+        least = 0.0 if residual_of_one is None else min(0.05, residual_of_one / math.sqrt(self.probes.num_probes))
+        if control is not None:
+            least = CONTROLLED_TOLERANCE
+            # Above these rows rounding may leave more.
+            if self.solver is None and system.operator.shape[-1] <= MOST_ROWS_IN_FLOAT64:
+                tolerance = min(tolerance, least)
+        probe_tolerance = solver.probe_tolerance or max(tolerance, least)
         before, learned, generator = run.parts.get("warm_start"), run.parts.get("quadrature"), run.generator()
         with divided(), reporting_solve(self.progress) as callback:
             estimate, solutions, positions = stochastic_estimate(
@@ -343,6 +352,12 @@ class _Drawn:
     probes: Probes
     logdet: Probes
     are_whitened: bool  # by the solver's preconditioner
+
+
+def _with_neighbours(operator: LinearOperator) -> ConjugateGradients:
+    points = kernel_inputs(operator)
+    is_map = points is not None and points.shape[-1] <= MOST_INPUTS
+    return conjugate_gradients(NEIGHBOURS_ON_MAPS if is_map else None)
 
 
 def _is_hard(operator: LinearOperator, probes: Probes) -> bool:

@@ -20,8 +20,8 @@ from torch import Tensor
 from gpy_iterative.exact.probes import Probes
 from gpy_iterative.linear_operators.extensions import (
     dense_rows,
+    kernel_inputs,
     matrix_derivative,
-    most_inputs,
     principal_blocks,
     sum_terms,
 )
@@ -56,11 +56,11 @@ class ControlVariate:
         covariance, dual = probes.covariance, probes.dual
         if not isinstance(covariance, Covariance) or dual is None or not isinstance(operator, NoisyLinearOperator):
             return None
-        if operator.batch_shape or most_inputs(operator) > MOST_INPUTS:
+        if operator.batch_shape:
             return None
         first = torch.zeros(1, dtype=torch.long, device=operator.device)
         is_simple = all(isinstance(term, TiledLinearOperator) for term in sum_terms(operator.kernel[first, :]))
-        return cls(probes.vectors, dual, covariance) if is_simple else None
+        return cls(probes.vectors, dual, covariance) if is_simple and _most_inputs(operator) <= MOST_INPUTS else None
 
     @torch.no_grad()
     def mean_score(self, operator: LinearOperator) -> list[Tensor]:
@@ -105,6 +105,11 @@ class _System:
     def pulled_back(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Gradients by the leaves, for those by functions of them."""
         return torch.autograd.grad(outputs, self.leaves, gradients, materialize_grads=True)
+
+
+def _most_inputs(operator: NoisyLinearOperator) -> int:
+    inputs = [kernel_inputs(term) for term in sum_terms(operator.kernel)]
+    return max(points.shape[-1] for points in inputs if points is not None)
 
 
 def _of_blocks(
@@ -184,7 +189,10 @@ def _of_low_rank(
     """
     factor, pivots, kernel = covariance.factor, covariance.pivots, system.operator.kernel
     rank = factor.shape[-1]
-    lower, _ = pivot_factor(dense_rows(kernel, pivots)[:, pivots].double(), factor.dtype)
+    block = dense_rows(kernel, pivots)[:, pivots].double()
+    if not (block.diagonal() > 0).any():  # a zero kernel
+        return list(map(torch.zeros_like, system.leaves))
+    lower, _ = pivot_factor(block, factor.dtype)
     pivots, lower = pivots[:rank], lower[:rank, :rank]
     by_columns = torch.linalg.solve_triangular(lower, of_factor.double(), upper=False, left=False)
     cross = factor.double().mT @ by_columns

@@ -107,14 +107,6 @@ def kernel_inputs(operator: LinearOperator) -> Tensor | None:
     return torch.cat(found, dim=-1) if found else None
 
 
-def most_inputs(operator: LinearOperator) -> int:
-    """The largest number of inputs of a term of a sum; 0 where none is known."""
-    if hasattr(operator, "most_inputs"):
-        return operator.most_inputs()
-    inputs = [kernel_inputs(term) for term in sum_terms(operator)]
-    return max((points.shape[-1] for points in inputs if points is not None), default=0)
-
-
 def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
     """operator[..., rows, :] as a dense [*b, len(rows), n]."""
     if hasattr(operator, "dense_rows"):

@@ -12,7 +12,6 @@ from gpy_iterative.linear_operators.extensions import (
     dense_rows,
     kernel_inputs,
     matrix_derivative,
-    most_inputs,
     principal_block,
     principal_blocks,
     rows_matmul,
@@ -125,10 +124,6 @@ class NoisyLinearOperator(LinearOperator):
     def kernel_inputs(self) -> Tensor | None:
         """See `extensions.kernel_inputs`."""
         return kernel_inputs(self.kernel)
-
-    def most_inputs(self) -> int:
-        """See `extensions.most_inputs`."""
-        return most_inputs(self.kernel)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
         """See `extensions.dense_rows`."""

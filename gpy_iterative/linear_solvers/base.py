@@ -180,7 +180,7 @@ class IterativeSolver(Solver, Generic[State]):
     Args:
         tolerance: relative residual norm of targets, and of columns without groups.
         probe_tolerance: of probes; None: the marginal log likelihood takes a value below the probes' noise (.03 for 16
-            probes, at most .05), but not below `tolerance`.
+            probes, at most .05; .004 beside a control variate), but not below `tolerance`.
         max_epochs: budget, in passes over the matrix.
         stopping: "columns" stops each column at its tolerance; "mean" stops all when the mean of every group reaches it.
 

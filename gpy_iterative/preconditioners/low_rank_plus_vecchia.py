@@ -16,7 +16,7 @@ from linear_operator.operators import ConstantMulLinearOperator, RootLinearOpera
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, kernel_inputs, most_inputs
+from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, kernel_inputs
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.functions import RBF
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
@@ -34,8 +34,9 @@ ROWS_PER_NEIGHBOUR, NEIGHBOURS = 300, (30, 60)
 #: Largest eigenvalue of the rest over the noise up to which the low rank is enough: conjugate gradients take about twice
 #: its root in iterations.
 LARGEST_LEFT = 10.0
-#: Points on a line up to which a low rank costs no more than the iterations that it saves beside `Vecchia()`.
-MOST_ON_LINE = 10_000
+#: Points on a line up to which a low rank costs no more than the iterations that it saves beside `Vecchia()`, and what it
+#: may leave there: cheap neighbours are better than one that leaves more.
+MOST_ON_LINE, LEFT_ON_LINE = 10_000, 0.5
 
 
 class LowRankPlusVecchiaFactor(SampledPreconditioner):
@@ -103,7 +104,7 @@ class LowRankPlusVecchia(PreconditionerRecipe):
     Each serves where the other fails: smooth kernels have a low rank, and neighbours screen what it leaves. Where all of L
     leaves little, in a batch and without kernel inputs or noise, it is the low rank alone; with a far field Vecchia's
     alone, unless all kernels are RBF or one is periodic or not radial: neighbours then do not screen far points. Up to
-    10,000 points on a line the low rank is tried first.
+    10,000 points on a line the low rank is tried first. Later hyperparameters keep the choice.
 
     Args:
         rank: None: n / 16, at most 500.
@@ -122,9 +123,9 @@ class LowRankPlusVecchia(PreconditionerRecipe):
     def choices(self, operator: LinearOperator, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Pivots [k], none for Vecchia alone, and order of elimination [n] where there are neighbours."""
         is_local, pivots = _is_local(operator), torch.empty(0, dtype=torch.long, device=operator.device)
-        if not is_local or (most_inputs(operator) == 1 and operator.shape[-1] <= MOST_ON_LINE):
+        if not is_local or (operator.shape[-1] <= MOST_ON_LINE and _is_on_line(operator)):
             factor, found, _ = self._low_rank(operator).low_rank(operator, generator=generator)
-            if not is_local or largest_left(operator, factor) < LARGEST_LEFT:
+            if not is_local or largest_left(operator, factor) < LEFT_ON_LINE:
                 pivots = found
         order = Vecchia().choices(operator, generator) if has_neighbours(operator) else {}
         return {"pivots": pivots, **order}
@@ -174,6 +175,11 @@ def has_neighbours(operator: LinearOperator) -> bool:
     """Whether Vecchia's approximation can serve."""
     is_single = isinstance(operator, NoisyLinearOperator) and not operator.batch_shape
     return is_single and kernel_inputs(operator) is not None
+
+
+def _is_on_line(operator: LinearOperator) -> bool:
+    points = kernel_inputs(operator)
+    return points is not None and points.shape[-1] == 1
 
 
 def _is_local(operator: LinearOperator) -> bool:

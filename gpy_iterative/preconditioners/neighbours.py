@@ -47,6 +47,8 @@ def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
     groups, left = [np.delete(left, first)], left[first]
     while len(left) > 1:
         is_taken, distances = _finest(coordinates[left])
+        if not is_taken.any():  # distances underflow
+            break
         groups.append(left[is_taken][np.argsort(-distances[is_taken], kind="stable")])
         left = left[~is_taken]
     return torch.from_numpy(np.concatenate([left, *groups[::-1]]))

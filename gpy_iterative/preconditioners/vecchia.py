@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.extensions import kernel_inputs, most_inputs, principal_blocks
+from gpy_iterative.linear_operators.extensions import kernel_inputs, principal_blocks
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.preconditioners.neighbours import maximin_order, previous_neighbours, random_order
 from gpy_iterative.preconditioners.pivoted_cholesky import NOT_FINITE
@@ -21,8 +21,8 @@ from gpy_iterative.preconditioners.preconditioner import PreconditionerRecipe
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
 from gpy_iterative.worker_threads import ByDevice, run
 
-#: Inputs of a kernel up to which the maximin order is better: of 20 iterations it leaves 14. Beyond, either may be.
-MOST_INPUTS = 3
+#: Inputs up to which the maximin order is better than a random one; beyond, either may be, and it costs time.
+MOST_INPUTS_OF_MAPS = 3
 #: Entries of blocks factored at a time.
 ENTRIES = ByDevice(cpu=2**16, accelerator=2**24)
 #: Least jitter of an indefinite block, relative to its largest variance.
@@ -33,7 +33,7 @@ LEAST_JITTER = 1e-10
 class Vecchia(PreconditionerRecipe):
     """Recipe for H^-1 ~ B^T B, where row i of B is exact given the m nearest previous points.
 
-    The order is maximin (early points far apart) up to three inputs of a kernel, random beyond.
+    The order is maximin (early points far apart) up to three inputs, random beyond.
 
     Args:
         num_neighbours: m, at most n - 1 (B is then exact).
@@ -49,7 +49,7 @@ class Vecchia(PreconditionerRecipe):
         """The order of elimination [n]."""
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         points = _points(operator)
-        is_map = most_inputs(operator) <= MOST_INPUTS
+        is_map = points.shape[-1] <= MOST_INPUTS_OF_MAPS
         order = maximin_order(points, generator) if is_map else random_order(len(points), generator)
         return {"order": order.to(operator.device)}
 

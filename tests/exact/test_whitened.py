@@ -11,6 +11,9 @@ from gpytorch import kernels
 from torch import Tensor
 
 import gpy_iterative as gpi
+from gpy_iterative.exact.control_variate import ControlVariate
+from gpy_iterative.exact.probes import Probes
+from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import Vecchia, vecchia
 from gpy_iterative.solvers import AlternatingProjections, Cholesky, ConjugateGradients, SolveStatus
 from tests.exact.gaussian_models import Case, Regression, regression
@@ -169,3 +172,26 @@ def test_without_a_solver_neighbours_are_looked_at_once_a_low_rank_leaves_much(m
         assert sees_neighbours(default) == expected
         assert not sees_neighbours(alternating)
     assert default.report.iterations <= 3  # from a warm start
+
+
+def test_plain_loops_keep_their_neighbours_and_tolerances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 neighbours on tiles, 30 with a far field, from the first step on."""
+    monkeypatch.setattr("gpy_iterative.exact.base.MOST_LEFT", 1e-6)
+    monkeypatch.setattr("gpy_iterative.preconditioners.low_rank_plus_vecchia.LARGEST_LEFT", 0.0)
+    found, of = [], ControlVariate.of
+
+    def watched(probes: Probes, operator: NoisyLinearOperator) -> ControlVariate | None:
+        covariance = probes.covariance
+        found.append(getattr(covariance, "local", covariance).neighbours.shape[-1])
+        return of(probes, operator)
+
+    monkeypatch.setattr(ControlVariate, "of", watched)
+    case = plane(3100)
+    for far_field, count in ((None, 80), (1e-6, 30)):
+        found.clear()
+        mll = hutchinson(case, solver=None, products=gpi.linear_operators.KernelProducts(far_field=far_field))
+        for _ in range(2):
+            mll(case.model(case.x), case.y).backward()
+            assert max(mll.report.residual_targets, mll.report.residual_probes) <= 0.004
+            assert (mll.report.far_field_error is None) == (far_field is None)
+        assert found == [count, count]

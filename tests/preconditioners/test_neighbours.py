@@ -43,13 +43,18 @@ def test_equal_points() -> None:
     assert all(len(row.unique()) == 5 for row in found[5:])
 
 
-@pytest.mark.parametrize("kind", ["equal", "grid", "repeated"])
+@pytest.mark.parametrize("kind", ["equal", "grid", "repeated", "underflow"])
 def test_maximin_order_of_ties(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A permutation, in few rounds."""
     rounds, finest = [], neighbours._finest
     monkeypatch.setattr(neighbours, "_finest", lambda x: rounds.append(len(x)) or finest(x))
     grid = torch.cartesian_prod(torch.arange(20.0), torch.arange(20.0))
-    x = {"equal": torch.zeros(400, 2), "grid": grid, "repeated": points(4).repeat(100, 1)}[kind]
+    x = {
+        "equal": torch.zeros(400, 2),
+        "grid": grid,
+        "repeated": points(4).repeat(100, 1),
+        "underflow": 1e-200 * points(400),  # all distances are 0
+    }[kind]
     order = maximin_order(x, torch.Generator().manual_seed(0))
     assert torch.equal(order.sort().values, torch.arange(400))
     assert len(rounds) < 50
