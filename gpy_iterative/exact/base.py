@@ -66,8 +66,7 @@ NUM_LOGDET_PROBES = 4
 MOST_LEFT = 500.0
 #: On tiles, for inputs with a control variate, which leaves the noise that neighbours leave.
 NEIGHBOURS_ON_MAPS = 80
-#: Beside a control variate, which leaves solver errors: default tolerance, and that of the probes if it is larger than the
-#: targets'.
+#: Beside a control variate, which leaves little noise: the largest default tolerance, and the least of the probes.
 CONTROLLED_TOLERANCE = 0.004
 
 
