@@ -25,7 +25,7 @@ from gpy_iterative.exact.prediction.new_observations import (
 from gpy_iterative.exact.prediction.projection import ProjectionRecipe
 from gpy_iterative.exact.prediction.sample_paths import SamplePaths
 from gpy_iterative.exact.prediction.strategy import PathwisePredictionStrategy
-from gpy_iterative.exact.prediction.training_solves import PriorDraws, TrainingSolves, prediction_solver
+from gpy_iterative.exact.prediction.training_solves import PriorDraws, TrainingSolves
 from gpy_iterative.exact.prediction.variance_error import VarianceError, solved_variance
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
@@ -299,12 +299,11 @@ class PathwisePosterior:
         is_exact = isinstance(self._solver, Cholesky) or system.operator.shape.numel() <= self._exact_below**2
         was_in_float64 = known is not None and known.system.operator.dtype == torch.float64
         system = system.suited(ROUNDING_IN_PREDICTIONS, in_float64=was_in_float64 or is_exact)
-        solver = self._solver or (Cholesky() if is_exact else prediction_solver(system))
         solves = TrainingSolves(
             system,
-            solver,
+            self._solver or (Cholesky() if is_exact else None),
             recipe=self._recipe,
-            is_exact=is_exact or isinstance(solver, Cholesky),
+            is_exact=is_exact,
             num_frequencies=self._num_frequencies,
             seed=self._seed,
             initial_weights=initial_weights,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from linear_operator import LinearOperator
+from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from linear_operator.utils.errors import NotPSDError
 from torch import Tensor
@@ -49,13 +49,19 @@ class Projection(ABC):
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
         """A^T k_x, [*batch, t, r]."""
 
+    def _prepared(self, test_train: LinearOperator) -> LinearOperator:
+        """In the projection's dtype, and evaluated once where neighbours are found among all data."""
+        test_train = blocks.converted(test_train, self.dtype)
+        is_read_again = self.local is not None and self.local.tree is None
+        return to_linear_operator(blocks.dense(test_train)) if is_read_again else test_train
+
     @abstractmethod
     def numbers_per_point(self, test_train: LinearOperator) -> int:
         """Memory for the variance of a point, in numbers."""
 
     def variance(self, prior_variance: Tensor, test_train: LinearOperator) -> Tensor:
         """var(x) [*batch, t] from k(x, x), never below its rounding error."""
-        test_train = blocks.converted(test_train, self.dtype)
+        test_train = self._prepared(test_train)
         coefficients = self._coefficients(test_train)
         # The two numbers may agree in almost all digits of float32.
         explained = torch.linalg.vector_norm(coefficients, dim=-1, dtype=torch.float64).square()
@@ -66,7 +72,7 @@ class Projection(ABC):
 
     def covariance(self, prior_covariance: Tensor, test_train: LinearOperator) -> Tensor:
         """The covariance [*batch, t, t], semi-definite up to rounding; its diagonal is `variance`."""
-        points, test_train = prior_covariance.shape[:-1], blocks.converted(test_train, self.dtype)
+        points, test_train = prior_covariance.shape[:-1], self._prepared(test_train)
         coefficients = self._coefficients(test_train)
         coefficients = coefficients.reshape(*points, coefficients.shape[-1])
         exact = coefficients.double()

@@ -13,6 +13,7 @@ from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.exact.prediction import training_solves
 from gpy_iterative.exact.prediction.projection import ProjectionRecipe
 from gpy_iterative.exact.prediction.training_solves import prediction_solver
 from gpy_iterative.linear_operators import KernelProducts
@@ -126,6 +127,21 @@ def test_means_are_exact_to_a_part_of_the_noise(n: int, variance: float, toleran
     solver = prediction_solver(training_system(model, likelihood, (), KernelProducts()))
     assert isinstance(solver, AlternatingProjections if n == 3100 else ConjugateGradients)
     assert solver.tolerance == pytest.approx(tolerance, rel=1e-3)
+
+
+def test_rounding_ends_the_default_solve_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with hundreds of thousands of rows in float32; a tolerance of the user's own warns."""
+    index = torch.arange(4100, dtype=torch.float64)
+    x = torch.stack([index * 2**0.5 % 1, index * 3**0.5 % 1], dim=-1)
+    y = torch.sin(20 * x[:, 0]) + 0.5 * torch.cos(37.0 * index)
+    model = Regression(x.float(), y.float(), GaussianLikelihood(), kernels.ScaleKernel(kernels.MaternKernel(nu=1.5)))
+    model.likelihood.noise = 0.1
+    monkeypatch.setattr(training_solves, "NOISE_NORM", 0.0)
+    monkeypatch.setattr(training_solves, "SMALLEST_TOLERANCE", {torch.float32: 1e-9})
+    assert PathwisePosterior(model, model.likelihood, exact_below=0).report.status is SolveStatus.STAGNATED
+    solver = ConjugateGradients(tolerance=1e-9, preconditioner=None)
+    with pytest.warns(ConvergenceWarning, match="predictions ended with status stagnated"):
+        PathwisePosterior(model, model.likelihood, solver=solver, exact_below=0)
 
 
 def test_means_are_exact_where_the_noise_is_small() -> None:
