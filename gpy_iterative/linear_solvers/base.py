@@ -164,13 +164,6 @@ class _Work:
     state: Any = None
     iterations: int = 0
     epochs: float = 0.0
-    # Of solvers before a fallback:
-    setup: float = 0.0
-    curvature: float = math.inf
-
-    def is_indefinite(self, columns: Columns) -> bool:
-        lowest = self.curvature if self.state is None else min(self.curvature, float(self.state.curvature))
-        return is_negative(lowest, columns.operator, columns.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +240,10 @@ class IterativeSolver(Solver, Generic[State]):
         work, status, shortfall = _Work(self), None, math.inf
         for _ in range(columns.max_rounds):
             iterate = columns.begin()
-            before, shortfall = shortfall, columns.shortfall()
-            if iterate is None or (self.recursive and shortfall > (1 - LEAST_PROGRESS) * before):
+            if iterate is None:
+                break
+            before, shortfall = shortfall, float(columns.shortfalls.max())
+            if self.recursive and shortfall > (1 - LEAST_PROGRESS) * before:
                 break
             if work.state is None:
                 work.state = self.init(columns.operator, iterate, inputs)
@@ -258,13 +253,13 @@ class IterativeSolver(Solver, Generic[State]):
             columns.end(iterate, work.iterations)
             if status is not None:
                 break
-        if work.is_indefinite(columns):
+        if work.state is not None and is_negative(work.state.curvature, columns.operator, columns.eps):
             status = SolveStatus.INDEFINITE
-        elif columns.shortfall() <= 1:
+        elif (columns.shortfalls <= 1).all():
             status = SolveStatus.CONVERGED
         elif status is None:
             status = SolveStatus.STAGNATED
-        overhead = columns.overhead + work.setup + (0.0 if work.state is None else work.state.setup)
+        overhead = columns.overhead + (0.0 if work.state is None else work.state.setup)
         seconds = time.perf_counter() - start
         limit = None if status is SolveStatus.CONVERGED else columns.far_field_limit()
         stats = SolveStats(work.iterations, work.epochs, overhead, columns.group_norms(), seconds, limit)
@@ -283,7 +278,7 @@ class IterativeSolver(Solver, Generic[State]):
         callback: Callable[[SolveProgress], None] | None,
     ) -> SolveStatus | None:
         """One round; a status if another cannot help."""
-        operator, begun_at = columns.operator, columns.shortfall()
+        operator, begun_at = columns.operator, float(columns.shortfalls.max())
         while True:
             epochs = work.epochs + work.state.share
             if epochs > self.max_epochs * (1 + 1e-9):  # a sum of fractions rounds
@@ -305,20 +300,20 @@ class IterativeSolver(Solver, Generic[State]):
                 return None
             work.state, successor = work.solver.after_step(iterate, work.state)
             has_grown = iterate.shortfall > DIVERGENCE * begun_at
-            if work.state.has_diverged or (has_grown and work.is_indefinite(columns)):
+            if work.state.has_diverged or (has_grown and is_negative(work.state.curvature, operator, columns.eps)):
                 return SolveStatus.DIVERGED
             if successor is not None:
-                work.setup += work.state.setup
-                work.curvature = min(work.curvature, float(work.state.curvature))
-                work.solver, work.state = successor, successor.init(operator, iterate, inputs)
+                begun, ended = successor.init(operator, iterate, inputs), work.state
+                setup = ended.setup + begun.setup
+                work.solver, work.state = successor, replace(begun, setup=setup, curvature=ended.curvature)
 
 
-def is_negative(curvature: float, operator: LinearOperator, eps: float) -> bool:
+def is_negative(curvature: float | Tensor, operator: LinearOperator, eps: float) -> bool:
     """Whether a curvature is negative beyond rounding errors eps of H's entries."""
     if not curvature < 0:
         return False
     largest = float(operator.diagonal(dim1=-1, dim2=-2).abs().max())
-    return curvature < -SLACK * eps * math.sqrt(operator.shape[-1]) * largest
+    return float(curvature) < -SLACK * eps * math.sqrt(operator.shape[-1]) * largest
 
 
 def lowest_curvature(directions: Tensor, energies: Tensor) -> Tensor:

@@ -98,8 +98,8 @@ class Iterate:
 class Columns:
     """Columns of one system, scaled to right-hand sides of norm one.
 
-    `operator` is H or its low-precision copy; `value`, `residual` and `norms` (on the host) are the best so far; `overhead`
-    counts passes over H. Raises NonFiniteError.
+    `operator` is H or its low-precision copy; `value`, `residual`, `norms` and `shortfalls` (norms over tolerances; both on
+    the host) are the best so far; `overhead` counts passes over H. Raises NonFiniteError.
     """
 
     def __init__(self, system: LinearSystem, *, stopping: Literal["columns", "mean"], recursive: bool) -> None:
@@ -133,8 +133,9 @@ class Columns:
         self._beside_exact_rows = torch.zeros_like(self.norms)
         if system.initial_guess is not None and self._far_field_error is not None:
             true = self._true_rows(every.to(rhs.device), self.value)
-            self._beside_exact_rows = self._norms_of_rows(true - self.residual[self._watched])
+            self._beside_exact_rows = self._norms_of(true - self.residual[self._watched], every, iteration=0)
             self.norms = torch.hypot(self.norms, self._beside_exact_rows)
+        self.shortfalls = self._ratios(self.norms, self._tolerances)
 
     def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
         """Value and residual of the guess, scaled to least error or as given; zero where that is better."""
@@ -153,10 +154,8 @@ class Columns:
             factor = torch.where(is_useless, as_given, factor)
         return guess * factor, self._rhs - product * factor
 
-    def shortfall(self) -> float:
-        return float(self._shortfalls(self.norms, self._tolerances).max()) if len(self.norms) else 0.0
-
-    def _shortfalls(self, norms: Tensor, tolerances: Tensor) -> Tensor:
+    def _ratios(self, norms: Tensor, tolerances: Tensor) -> Tensor:
+        """Norms over tolerances by column; for all that of the worst group's means, if "mean" stops."""
         if self._stopping == "columns":
             return norms / tolerances
         pairs = zip(norms.split(self._sizes), tolerances.split(self._sizes), strict=True)
@@ -165,7 +164,7 @@ class Columns:
 
     def begin(self) -> Iterate | None:
         """Columns above their tolerance, with best iterates or zero corrections."""
-        self._open = self._round = (self._shortfalls(self.norms, self._tolerances) > 1).nonzero().squeeze(-1)
+        self._open = self._round = (self.shortfalls > 1).nonzero().squeeze(-1)
         if not len(self._open):
             return None
         columns = self._open.to(self._rhs.device)
@@ -185,12 +184,12 @@ class Columns:
         self._running = self.norms.clone()
         self._round_aims = torch.full_like(aims, torch.inf)
         self._round_aims[self._round] = aims[self._round]
-        return Iterate(value, residual, rhs, float(self._shortfalls(self._running, self._round_aims).max()))
+        return Iterate(value, residual, rhs, float(self._ratios(self._running, self._round_aims).max()))
 
     def observe(self, iterate: Iterate, iteration: int) -> Tensor | None:
         """Removes done columns; returns those that stay, None if all stay."""
         norms = self._running[self._open] = self._norms_of(iterate.residual, self._open, iteration)
-        shortfalls = self._shortfalls(self._running, self._round_aims)
+        shortfalls = self._ratios(self._running, self._round_aims)
         iterate.shortfall, leaving = float(shortfalls.max()), shortfalls[self._open] <= 1
         self._keep(iterate, norms, leaving)
         if not leaving.any():
@@ -221,8 +220,9 @@ class Columns:
             norms = self._running[self._open] = self._norms_of(iterate.residual, self._open, iteration)
             self._keep(iterate, norms, torch.ones_like(norms, dtype=torch.bool))
         self._accept(iteration)
-        seemed_done = self._shortfalls(self._running, self._round_aims) <= 1
-        self._aims[seemed_done & (self._shortfalls(self.norms, self._tolerances) > 1)] *= LOWER_AIM
+        self.shortfalls = self._ratios(self.norms, self._tolerances)
+        seemed_done = self._ratios(self._running, self._round_aims) <= 1
+        self._aims[seemed_done & (self.shortfalls > 1)] *= LOWER_AIM
 
     def _keep(self, iterate: Iterate, norms: Tensor, leaving: Tensor) -> None:
         """Keeps leaving iterates; with running residuals, every best one."""
@@ -247,14 +247,16 @@ class Columns:
         is_watched = self._far_field_error is not None or (running is not None and len(self._rhs) > VERIFIED_ROWS)
         true = self._true_rows(columns, value) if is_watched else None
         if running is not None and true is not None:
-            drift = self._norms_of_rows(true - running[self._watched][:, columns])
+            drift = self._norms_of(true - running[self._watched][:, columns], self._round, iteration)
             if (drift <= ALLOWED_DRIFT * self._tolerances[self._round]).all():
                 self.value, self.residual, self.norms = self._kept, running, self._kept_norms
                 return
         residual = self._rhs[:, columns] - self._matrix._matmul(value)
         self.overhead += 1
         norms = self._norms_of(residual, self._round, iteration)
-        beside = torch.zeros_like(norms) if true is None else self._norms_of_rows(true - residual[self._watched])
+        beside = torch.zeros_like(norms)
+        if true is not None:
+            beside = self._norms_of(true - residual[self._watched], self._round, iteration)
         norms = torch.hypot(norms, beside)
         index = (norms < self.norms[self._round]).nonzero().squeeze(-1)
         target = self._round[index]
@@ -272,16 +274,16 @@ class Columns:
         residual, tolerance = float(self._beside_exact_rows[worst]), float(self._tolerances[worst])
         return FarFieldLimit(self._far_field_error, residual, tolerance)
 
-    def _norms_of_rows(self, residual: Tensor) -> Tensor:
-        norms = torch.linalg.vector_norm(residual, dim=0).double().cpu()
-        return norms * math.sqrt(len(self._rhs) / VERIFIED_ROWS)
-
     def _true_rows(self, columns: Tensor, value: Tensor) -> Tensor:
         self.overhead += len(self._watched) / len(self._rhs)
         return self._rhs[self._watched][:, columns] - rows_matmul(self._matrix, self._watched, value)
 
     def _norms_of(self, residual: Tensor, columns: Tensor, iteration: int) -> Tensor:
+        """Norms of these columns of a residual, estimated if it has only the watched rows."""
         norms = torch.linalg.vector_norm(residual, dim=-2).double().cpu()
+        size = self._matrix.shape[-1]
+        if len(residual) < size:
+            norms *= math.sqrt(size / len(residual))
         if torch.isfinite(norms).all():
             return norms
         advice = (

@@ -85,9 +85,8 @@ class ConjugateGradients(IterativeSolver[_State]):
         if preconditioner is None and self.preconditioner is not None:
             preconditioner = self.preconditioner.build(operator, generator=inputs.generator)
             setup = preconditioner.build_epochs
-        curvature = torch.full_like(iterate.residual[0, 0], torch.inf)
         directions = ConjugateDirections.begin(iterate.residual, preconditioner)
-        return _State(directions=directions, setup=setup, curvature=curvature, preconditioner=preconditioner)
+        return _State(directions=directions, setup=setup, preconditioner=preconditioner)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
         return replace(state, directions=ConjugateDirections.begin(iterate.residual, state.preconditioner))
@@ -96,5 +95,5 @@ class ConjugateGradients(IterativeSolver[_State]):
         direction = state.directions.direction
         following, length, energy = state.directions.advance(operator, iterate.residual)
         iterate.value.addcmul_(direction, length)
-        curvature = torch.minimum(state.curvature, lowest_curvature(direction, energy))
+        curvature = lowest_curvature(direction, energy).clamp_max(state.curvature)
         return replace(state, directions=following, curvature=curvature)
