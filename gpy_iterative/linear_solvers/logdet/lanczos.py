@@ -200,7 +200,7 @@ class LogDeterminantQuadrature:
             self.take(self._operator._matmul(self.wanted))
         found, positions = self._end
         # A Ritz value is x^T H x / x^T P x.
-        ritz = torch.linalg.eigvalsh(_tridiagonal(self._diagonals, self._offdiagonals))[..., 0].amin(-1)
+        ritz = self._lowest.amin(-1)
         is_indefinite = bool((ritz < 0).any())
         if is_indefinite:
             lowest = float((ritz * self._preconditioner.smallest).min())
@@ -242,7 +242,7 @@ class LogDeterminantQuadrature:
         beta = (residual * self.wanted).sum(-2).clamp_min(0).sqrt()
         # A beta of rounding size gives no new direction.
         self._beta = torch.where(beta > 10 * torch.finfo(beta.dtype).eps * alpha.abs(), beta, torch.zeros_like(beta))
-        rules = _quadratures(self._diagonals, self._offdiagonals, self._beta, self._floor)
+        rules, self._lowest = _quadratures(self._diagonals, self._offdiagonals, self._beta, self._floor)
         upper, lower, squares = (rule * self._squared_norm for rule in rules)
         self._bounds.append((upper, lower))
         samples = (upper + lower) / 2
@@ -289,32 +289,28 @@ class SharedProducts(NoisyLinearOperator):
 
 def _quadratures(
     diagonals: list[Tensor], offdiagonals: list[Tensor], beta: Tensor, floor: Tensor | None
-) -> list[Tensor]:
-    """e_1^T log(T) e_1 [*b, s] by the rules of Gauss and Gauss-Radau (node at the floor), and e_1^T log(T)^2 e_1."""
-    matrix = _tridiagonal(diagonals, offdiagonals)
+) -> tuple[list[Tensor], Tensor]:
+    """e_1^T log(T) e_1 by the rules of Gauss and Gauss-Radau (node at the floor), e_1^T log(T)^2 e_1, and T's smallest
+    eigenvalue, all [*b, s].
+    """
+    # Gauss-Radau has one row more than T.
+    off = torch.diag_embed(torch.stack([*offdiagonals, beta], dim=-1).double(), offset=1)
+    extended = torch.diag_embed(torch.stack([*diagonals, torch.zeros_like(beta)], dim=-1).double()) + off + off.mT
+    matrix = extended[..., :-1, :-1]
+    values, vectors = torch.linalg.eigh(matrix)
     if floor is None:
-        values = torch.linalg.eigvalsh(matrix)
         floor = (0.5 * values[..., 0]).maximum(torch.finfo(beta.dtype).eps * values[..., -1])
     else:
         floor = floor.double().unsqueeze(-1)
-    size = matrix.shape[-1]
-    last = torch.zeros(size, 1, dtype=matrix.dtype, device=matrix.device)
-    last[-1] = 1
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     # Below the floor, because rounding may put Ritz values on it.
     node = floor * (1 - 1e-3)
-    shifted = matrix - node[..., None, None] * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
-    corner = node + beta.double().square() * torch.linalg.solve(shifted, last.expand(*matrix.shape[:-1], 1))[..., -1, 0]
-    extended = _tridiagonal([*diagonals, corner.to(beta.dtype)], [*offdiagonals, beta])
-    systems = [torch.linalg.eigh(tridiagonal) for tridiagonal in (matrix, extended)]
-    weights = [vectors[..., 0, :].square() for _, vectors in systems]
-    upper, lower = (values.maximum(node.unsqueeze(-1)).log() for values, _ in systems)
-    rules = weights[0] * upper, weights[1] * lower, weights[0] * upper.square()
-    return [rule.sum(-1).to(beta.dtype) for rule in rules]
-
-
-def _tridiagonal(diagonals: list[Tensor], offdiagonals: list[Tensor]) -> Tensor:
-    matrix = torch.diag_embed(torch.stack(diagonals, dim=-1).double())
-    if offdiagonals:
-        off = torch.diag_embed(torch.stack(offdiagonals, dim=-1).double(), offset=1)
-        matrix = matrix + off + off.mT
-    return matrix
+    last = identity[:, -1:].expand(*matrix.shape[:-1], 1)
+    shifted = matrix - node[..., None, None] * identity
+    corner = node + beta.double().square() * torch.linalg.solve(shifted, last)[..., -1, 0]
+    extended[..., -1, -1] = corner.to(beta.dtype)
+    radau_values, radau_vectors = torch.linalg.eigh(extended)
+    upper, lower = (found.maximum(node.unsqueeze(-1)).log() for found in (values, radau_values))
+    weights, radau_weights = (found[..., 0, :].square() for found in (vectors, radau_vectors))
+    rules = weights * upper, radau_weights * lower, weights * upper.square()
+    return [rule.sum(-1).to(beta.dtype) for rule in rules], values[..., 0]
