@@ -95,19 +95,25 @@ class RadialTiles(Tiles):
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> "RadialDerivative":
         """See `RadialDerivative`; without `value` or `alpha` that part is 0."""
-        x1 = self._with_ones(self.x1)
-        x2 = x1 if self.symmetric else self._with_ones(self.x2)
-        share = partial(self._share_of_derivative, weights, x1, x2, value, alpha)
-        rows, sum_of_values, sum_of_alpha, *columns = self.sums(share, self.visits())
-        of_columns = [self._of_inputs(part, x2) for part in columns]
-        found = [self._of_inputs(rows, x1), sum_of_values, sum_of_alpha, *of_columns]
+        # [*b, d + 1, n], which is faster than columns: inputs, zero for coordinates apart, and ones.
+        inputs = [self.x1] if self.symmetric else [self.x1, self.x2]
+        inputs = [torch.cat([x.mT, x.new_ones(*x.shape[:-2], 1, x.shape[-2])], dim=-2) for x in inputs]
+        for vectors in inputs:
+            vectors[..., self.distances.apart, :] = 0
+        share = partial(self._share_of_derivative, weights, inputs[0], inputs[-1], value, alpha)
+        sum_of_values, sum_of_alpha, *sums = self.sums(share, self.visits())
+        gradients = []  # 2 sum_j G_ij (x_i - x_j) from G x and G 1
+        for total, vectors in zip(sums, inputs, strict=True):
+            differences = total[..., -1:, :] * vectors[..., :-1, :] - total[..., :-1, :]
+            gradients.append((2 * self.function.derivative_factor * differences.mT).to(self.x1.dtype))
+        found = [gradients[0], sum_of_values, sum_of_alpha, *gradients[1:]]
         self.complete(found, weights.tensors)
         return RadialDerivative(*found)
 
     def _share_of_derivative(
         self, weights: TileWeights, x1: Tensor, x2: Tensor, value: bool, alpha: bool, visits: Sequence[Tile]
     ) -> list[Tensor]:
-        """Sums G [x, 1] by row [*b, d + 1, n], of f, of df/dalpha, and without symmetry by column."""
+        """Sums of f and of df/dalpha, and G [x, 1] by row [*b, d + 1, n] and without symmetry by column."""
         batch, zeros = weights.batch_shape, partial(self.x1.new_zeros, dtype=torch.float64)  # terms cancel
         rows = zeros((*batch, *x1.shape[-2:]))
         columns = rows if self.symmetric else zeros((*batch, *x2.shape[-2:]))
@@ -128,7 +134,7 @@ class RadialTiles(Tiles):
                 terms = tile_weights * self.distances.difference(coordinate, tile.rows, tile.columns)
                 of_rows[..., coordinate, :] -= terms.sum(-1, dtype=torch.float64)
                 of_columns[..., coordinate, :] += terms.sum(-2, dtype=torch.float64)
-        return [rows, sum_of_values, sum_of_alpha, *([] if self.symmetric else [columns])]
+        return [sum_of_values, sum_of_alpha, rows, *([] if self.symmetric else [columns])]
 
     def scale_products(self, rhs: Tensor) -> Tensor:
         """sum_j G_ij (x_i - x_j)^2 a_j [*b, n, d] with a = rhs [*b, n, 1] and G = df/dq over its factor.
@@ -156,17 +162,6 @@ class RadialTiles(Tiles):
         scratch = self.scratch(tile.shape, 1)
         u = self.distances.block(tile.rows, tile.columns, self.scratch(tile.shape, 0), scratch)
         return self.function.alpha_derivative(u, self.alpha)
-
-    def _with_ones(self, x: Tensor) -> Tensor:
-        """[*b, d + 1, n], which is faster than columns; coordinates apart are zero."""
-        vectors = torch.cat([x.mT, x.new_ones(*x.shape[:-2], 1, x.shape[-2])], dim=-2)
-        vectors[..., self.distances.apart, :] = 0
-        return vectors
-
-    def _of_inputs(self, sums: Tensor, inputs: Tensor) -> Tensor:
-        """2 sum_j G_ij (x_i - x_j) from G x and G 1."""
-        differences = sums[..., -1:, :] * inputs[..., :-1, :] - sums[..., :-1, :]
-        return (2 * self.function.derivative_factor * differences.mT).to(self.x1.dtype)
 
 
 @dataclass(frozen=True)
