@@ -32,6 +32,9 @@ from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOpe
 from gpy_iterative.linear_operators.radial_inputs import active_inputs, radial_inputs, value_dtype
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
+#: Noise models that need the inputs, or task indices, of the data.
+NOISE_OF_INPUTS = HeteroskedasticNoise | MultitaskHomoskedasticNoise
+
 #: Kernels whose own operators have fast products.
 _STRUCTURED = (
     kernels.LinearKernel,
@@ -184,11 +187,6 @@ def added_diagonal(covariance: AddedDiagLinearOperator) -> Tensor:
     return covariance._diag_tensor.diagonal(dim1=-1, dim2=-2).expand(covariance.shape[:-1])
 
 
-def noise_depends_on_inputs(likelihood: Any) -> bool:
-    noise_model = getattr(likelihood, "noise_covar", None)
-    return isinstance(noise_model, HeteroskedasticNoise | MultitaskHomoskedasticNoise)
-
-
 def noise_operator(
     likelihood: Likelihood, function_dist: MultivariateNormal, *params: Any, **kwargs: Any
 ) -> LinearOperator:
@@ -196,7 +194,7 @@ def noise_operator(
     num_data = function_dist.loc.shape[-1]
     noise_model = getattr(likelihood, "noise_covar", None)
     is_given = kwargs.get("noise") is not None
-    if not (params or is_given) and noise_depends_on_inputs(likelihood):
+    if isinstance(noise_model, NOISE_OF_INPUTS) and not (params or is_given):
         raise ValueError(
             f"The noise of {type(likelihood).__name__} depends on the inputs (or task indices) of the data, which were "
             "not passed: call the marginal log likelihood as mll(model(x), y, x), as with GPyTorch's own."

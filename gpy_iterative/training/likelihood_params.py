@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpy_iterative.changes import same_tensor
 from gpy_iterative.checks import check_params
-from gpy_iterative.linear_operators.from_gpytorch import noise_depends_on_inputs
+from gpy_iterative.linear_operators.from_gpytorch import NOISE_OF_INPUTS
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import unexpanded
 
@@ -22,7 +22,8 @@ UNREADABLE = (AttributeError, TypeError, ValueError, KeyError, EOFError, Runtime
 
 def likelihood_arguments(mll: Any, params: Sequence[Any] = ()) -> tuple[Any, ...]:
     """`params`; without them the training inputs, if the noise depends on them."""
-    if not params and getattr(mll.model, "train_inputs", None) and noise_depends_on_inputs(mll.likelihood):
+    is_needed = isinstance(getattr(mll.likelihood, "noise_covar", None), NOISE_OF_INPUTS)
+    if is_needed and not params and getattr(mll.model, "train_inputs", None):
         return tuple(mll.model.train_inputs)
     return tuple(params)
 
