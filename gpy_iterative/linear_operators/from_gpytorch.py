@@ -115,14 +115,13 @@ def operator_of_kernel(
 ) -> LinearOperator:
     """The operator k(x1, x2) of inputs with active dims only; x2 None is x1. The rest is as in `kernel_operator`."""
     caches = TileCaches() if caches is None else caches
-    of_part = lambda part, name: operator_of_kernel(part, x1, x2, products, caches.part(name))
     products.check(value_dtype(kernel, x1))
     if type(kernel) is kernels.ScaleKernel:
         # ScaleKernel calls its base's forward: active dims are already selected.
-        return _times(of_part(kernel.base_kernel, "base_kernel"), kernel.outputscale)
+        return _times(operator_of_kernel(kernel.base_kernel, x1, x2, products, caches), kernel.outputscale)
     if type(kernel) is kernels.AdditiveKernel:
         parts = [(part, active_inputs(part, x1), active_inputs(part, x2)) for part in kernel.kernels]
-        return _sum([operator_of_kernel(*part, products, caches.part(f"kernels.{i}")) for i, part in enumerate(parts)])
+        return _sum([operator_of_kernel(*part, products, caches.part(str(i))) for i, part in enumerate(parts)])
     radial = radial_inputs(kernel, x1, x2)
     if radial is not None:
         # Learned inputs need derivatives by single points, which a far field does not give accurately.
@@ -134,13 +133,14 @@ def operator_of_kernel(
         return reduce(_times, radial.outputscales, operator)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # As in its forward, the data kernel's active dims are ignored.
-        data = of_part(kernel.data_covar_module, "data_covar_module")
+        data = operator_of_kernel(kernel.data_covar_module, x1, x2, products, caches)
         tasks = to_linear_operator(kernel.task_covar_module.covar_matrix)
         if tasks.shape[-1] == 1:  # linear_operator would call view() on a product that is not contiguous
             return _times(data, tasks.to_dense()[..., 0, 0])
         return KroneckerProductLinearOperator(data, tasks)
     if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
-        return _sum([of_part(part, f"covar_module_list.{i}") for i, part in enumerate(kernel.covar_module_list)])
+        parts = enumerate(kernel.covar_module_list)
+        return _sum([operator_of_kernel(part, x1, x2, products, caches.part(str(i))) for i, part in parts])
     if isinstance(kernel, kernels.GridInterpolationKernel):
         _check_within_grid(kernel, x1 if x2 is None else torch.cat([x1.flatten(0, -2), x2.flatten(0, -2)]))
     if isinstance(kernel, _STRUCTURED):

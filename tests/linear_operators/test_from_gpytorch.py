@@ -163,9 +163,9 @@ def test_tiles_are_kept_under_the_path_of_their_kernel() -> None:
     kernel = kernels.RBFKernel() + kernels.ScaleKernel(kernels.CosineKernel()) + kernels.ScaleKernel(product)
     total = kernel_operator(kernel(x), KernelProducts(), caches)
     radial, generic, of_product = total.linear_ops
-    assert radial.cache is caches.part("kernels.0").cache
-    assert generic.base_linear_op.cache is caches.part("kernels.1").part("base_kernel").cache
-    assert of_product.cache is caches.part("kernels.2").part("base_kernel").cache
+    assert radial.cache is caches.part("0").cache
+    assert generic.base_linear_op.cache is caches.part("1").cache
+    assert of_product.cache is caches.part("2").cache
 
 
 def test_caches_are_shared_by_the_steps_of_a_run_and_share_a_budget() -> None:

@@ -190,7 +190,7 @@ def new_memory(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 class TileCaches:
-    """The cache of a kernel, and the caches of its parts by name, under one budget."""
+    """The cache of a kernel, and those of a sum's parts by name, under one budget."""
 
     def __init__(self, pool: _Pool | None = None) -> None:
         self.pool = _Pool() if pool is None else pool
@@ -198,7 +198,7 @@ class TileCaches:
         self._parts: dict[str, TileCaches] = {}
 
     def part(self, name: str) -> "TileCaches":
-        """The caches of a part such as "base_kernel"."""
+        """The caches of a part such as "0"."""
         if name not in self._parts:
             self._parts[name] = TileCaches(self.pool)
         return self._parts[name]
