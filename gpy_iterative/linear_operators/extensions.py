@@ -23,7 +23,7 @@ Rows = slice | Tensor
 Operation = ParamSpec("Operation")
 
 
-# Parts of unbatched operators, without autograd but for `principal_blocks`
+# Parts of unbatched operators (`dense_rows` of all), without autograd but for `principal_blocks`
 
 
 def _by_parts(operation: Callable[Operation, Tensor]) -> Callable[Operation, Tensor]:
@@ -36,7 +36,7 @@ def _by_parts(operation: Callable[Operation, Tensor]) -> Callable[Operation, Ten
         if isinstance(operator, SumLinearOperator):
             return sum(asked(part, *given, **named) for part in operator.linear_ops)
         if isinstance(operator, ConstantMulLinearOperator):
-            return operator._constant * asked(operator.base_linear_op, *given, **named)
+            return operator._constant[..., None, None] * asked(operator.base_linear_op, *given, **named)
         return operation(operator, *given, **named)
 
     return asked
@@ -98,6 +98,14 @@ def _interpolated_blocks(operator: InterpolatedLinearOperator, rows: Tensor) -> 
     return (found * shares.unsqueeze(-2)).sum(-1)
 
 
+@_by_parts
+def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
+    """operator[..., rows, :] as a dense [*b, len(rows), n]."""
+    if isinstance(operator, DenseLinearOperator):
+        return operator.tensor.index_select(-2, rows)  # four times as fast as an index
+    return to_dense(operator[..., rows, :])
+
+
 def kernel_inputs(operator: LinearOperator) -> Tensor | None:
     """The kernel's inputs over its lengthscales, [n, d]; those of a sum are concatenated."""
     if hasattr(operator, "kernel_inputs"):
@@ -105,15 +113,6 @@ def kernel_inputs(operator: LinearOperator) -> Tensor | None:
     terms = [term.kernel_inputs() for term in sum_terms(operator) if hasattr(term, "kernel_inputs")]
     found = [inputs for inputs in terms if inputs is not None]
     return torch.cat(found, dim=-1) if found else None
-
-
-def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
-    """operator[..., rows, :] as a dense [*b, len(rows), n]."""
-    if hasattr(operator, "dense_rows"):
-        return operator.dense_rows(rows)
-    if isinstance(operator, DenseLinearOperator):
-        return operator.tensor.index_select(-2, rows)  # four times as fast as an index
-    return to_dense(operator[..., rows, :])
 
 
 def matrix_derivative(operator: LinearOperator, weights: Tensor) -> tuple[Tensor | None, ...]:
