@@ -1,7 +1,7 @@
 """Linear operators made of tiles."""
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from gpy_iterative.linear_operators.extensions import Rows, rebuilt
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import Tile, TileCache
 from gpy_iterative.linear_operators.tiles.tiles import Tiles
+from gpy_iterative.worker_threads import run
 
 
 class BilinearWeights:
@@ -142,7 +143,11 @@ class TiledLinearOperator(LinearOperator):
         return self.tiles().block(block, block).mul_(self.tile_scale)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
-        return self.tiles().dense_rows(rows) * self.tile_scale  # not in place: the scale may have more batch dimensions
+        tiles, columns = self.tiles(), slice(0, self.shape[-1])
+        parts = [partial(tiles.block, rows, part) for part in tiles.parts_of(columns, len(rows))]
+        nothing = self.tile_scale.new_empty(*tiles.shape[:-2], len(rows), 0)  # a matrix may have no columns
+        # Not in place: the scale may have more batch dimensions.
+        return torch.cat([nothing, *run(parts, self.device)], dim=-1) * self.tile_scale
 
     def low_precision_copy(self) -> LinearOperator:
         self.products.check(self.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpy_iterative.changes import SeenVersions
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import Tile, TileCache, new_memory
-from gpy_iterative.worker_threads import ByDevice, run, summed
+from gpy_iterative.worker_threads import ByDevice, summed
 
 #: Numbers of columns that CPUs multiply faster from the right.
 FEW_COLUMNS = range(2, 9)
@@ -182,17 +182,11 @@ class Tiles(ABC):
                 result.addmm_(self.block(rows, columns), rhs[columns])
             return [result]
 
-        (result,) = summed(multiply, self._some_columns(len(rows), part), self._like.device)
+        (result,) = summed(multiply, self.parts_of(part, len(rows)), self._like.device)
         self.complete([result], [rows, rhs])
         return result
 
-    def dense_rows(self, rows: Tensor) -> Tensor:
-        """Dense rows [*b, len(rows), m], on every process."""
-        nothing = self._like.new_empty(*self.shape[:-2], len(rows), 0)  # a matrix may have no columns
-        parts = self._some_columns(len(rows), slice(0, self.shape[-1]))
-        found = run([partial(self.block, rows, columns) for columns in parts], self._like.device)
-        return torch.cat([nothing, *found], dim=-1)
-
-    def _some_columns(self, rows: int, columns: slice) -> list[slice]:
+    def parts_of(self, columns: slice, rows: int) -> list[slice]:
+        """Columns to evaluate at a time in so many picked rows."""
         entries = PICKED_ENTRIES.on(self._like.device)
         return blocks(columns.stop, max(entries // max(rows, 1), 1), columns.start)
