@@ -39,7 +39,7 @@ class LowRankPlusDiagonal(SampledPreconditioner):
     def __init__(self, factor: Tensor, diagonal: Tensor, build_epochs: float | None = None) -> None:
         #: Columns k of L.
         self.rank = factor.shape[-1]
-        self.factor, self.diagonal = factor, diagonal
+        self.factor, self.diagonal, self.num_signs = factor, diagonal, sum(factor.shape[-2:])
         self.build_epochs = self.rank / factor.shape[-2] if build_epochs is None else build_epochs
         inner = _inner_matrix(factor, diagonal, factor.dtype)
         # Rounding errors eps sqrt(g_ii g_jj) of G = W^T W have a norm of about eps sqrt(k) mean(g_ii).
@@ -103,11 +103,6 @@ class LowRankPlusDiagonal(SampledPreconditioner):
     def logdet(self) -> Tensor:
         inner = 2 * self._cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return (inner + self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
-
-    @property
-    def num_signs(self) -> int:
-        """See `SampledPreconditioner.num_signs`."""
-        return sum(self.factor.shape[-2:])
 
     def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:
         """Xi = L w + d^1/2 e of covariance S, for white w [*b, k, s] above e [*b, n, s], and its dual S^-1 xi.

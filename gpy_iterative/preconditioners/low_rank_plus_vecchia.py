@@ -53,6 +53,8 @@ class LowRankPlusVecchiaFactor(SampledPreconditioner):
 
     def __init__(self, factor: Tensor, pivots: Tensor, jitter: Tensor, local: SparseInverseCholesky) -> None:
         self.factor, self.pivots, self.local = factor, pivots, local
+        # As for all columns, so that draws fit a low rank alone, too.
+        self.num_signs = len(pivots) + len(local.order)
         #: I + W W^T.
         self.whitened = LowRankPlusDiagonal(local.whiten(factor), torch.ones_like(local.diagonal))
         self.build_epochs = local.build_epochs + len(pivots) / len(factor)
@@ -62,11 +64,6 @@ class LowRankPlusVecchiaFactor(SampledPreconditioner):
     def smallest(self) -> Tensor:
         """See `Preconditioner.smallest`."""
         return self.local.smallest
-
-    @property
-    def num_signs(self) -> int:
-        """See `SampledPreconditioner.num_signs`; as for all columns, so that draws fit a low rank alone, too."""
-        return len(self.pivots) + len(self.local.order)
 
     def __getitem__(self, index: int | tuple[int, ...]) -> Self:
         member = copy.copy(self)

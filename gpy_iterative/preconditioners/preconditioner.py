@@ -42,17 +42,15 @@ class Preconditioner(ABC):
 class SampledPreconditioner(Preconditioner):
     """One of which samples are known, so that it may be the covariance of probes."""
 
+    #: Rows of `sample`'s base.
+    num_signs: int
+
     #: Added to variances where rounding made blocks indefinite, relative to the largest, [*b].
     jitter: Tensor = torch.zeros((), device=CPU)
 
     def has(self, choices: Mapping[str, Tensor]) -> bool:
         """Whether it was built with these pivots and this order of elimination."""
         return False
-
-    @property
-    @abstractmethod
-    def num_signs(self) -> int:
-        """Rows of `sample`'s base."""
 
     @abstractmethod
     def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:

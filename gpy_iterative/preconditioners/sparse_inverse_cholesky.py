@@ -34,7 +34,7 @@ class SparseInverseCholesky(SampledPreconditioner):
         self, order: Tensor, neighbours: Tensor, weights: Tensor, diagonal: Tensor, jitter: float = 0.0
     ) -> None:
         size, width = neighbours.shape
-        self.order, self.weights, self.diagonal = order, weights, diagonal
+        self.order, self.weights, self.diagonal, self.num_signs = order, weights, diagonal, size
         self.jitter = torch.tensor(jitter, dtype=diagonal.dtype, device=CPU)
         self.build_epochs = (width + 1) ** 2 / size
         kind = torch.int32 if neighbours.numel() <= LARGEST else torch.int64
@@ -82,11 +82,6 @@ class SparseInverseCholesky(SampledPreconditioner):
 
     def logdet(self) -> Tensor:
         return (-2 * self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
-
-    @property
-    def num_signs(self) -> int:
-        """See `SampledPreconditioner.num_signs`."""
-        return len(self.order)
 
     def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:
         """See `SampledPreconditioner.sample`: B^-1 e and B^T e for white e [n, s]."""
