@@ -145,10 +145,6 @@ class KernelProducts:
             return False
         return self.far_field is not None and inputs.numel() > 0
 
-    def ranks(self) -> Ranks | None:
-        """The processes that share the tiles."""
-        return None if self.process_group is None else Ranks(self.process_group)
-
     def tile_rows(self, device: torch.device) -> int:
         """Rows of a tile."""
         if self.tile_size is not None:
@@ -172,5 +168,5 @@ class KernelProducts:
         if device.type == "cuda":
             return torch.cuda.mem_get_info(device)[0] // 2
         # "Available" includes file cache, "free" does not.
-        budget, ranks = min(psutil.virtual_memory().available // 2, MAX_CPU_CACHE), self.ranks()
-        return budget if ranks is None else budget // ranks.on_this_machine
+        budget = min(psutil.virtual_memory().available // 2, MAX_CPU_CACHE)
+        return budget if self.process_group is None else budget // Ranks(self.process_group).on_this_machine

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.linear_operators import KernelProducts
+from gpy_iterative.linear_operators.tiles.ranks import Ranks
 from tests.exact.gaussian_models import CASES, Case, regression
 from tests.laplace.cases import case
 from tests.processes import Processes
@@ -134,7 +135,7 @@ def train_until(group: Any, folder: Path, until: int, leaves: str | None = None)
     case = matern()
     mll = make_mll(case, "pathwise", "preconditioned cg", group)
     optimizer = torch.optim.Adam(case.model.parameters(), lr=0.1)
-    ranks = KernelProducts(process_group=group).ranks()
+    ranks = Ranks(group)
     done, path = 0, folder / "checkpoint.pt"
     if path.exists():
         checkpoint = torch.load(path, weights_only=True)
@@ -196,7 +197,7 @@ def test_a_rank_that_leaves_ends_the_others_and_a_restart_goes_on_exactly(proces
 def train_with_another(group: Any, what: str) -> dict[str, Any]:
     """A step for which the last rank brings a seed, or a target, of its own."""
     case = matern()
-    is_other = KernelProducts(process_group=group).ranks().rank == 1
+    is_other = Ranks(group).rank == 1
     mll = make_mll(case, "hutchinson", "cg", group, seed=int(is_other and what == "seed"))
     if is_other and what == "target":
         case.y[17] += 1e-9
@@ -222,7 +223,7 @@ def calls_of_its_own(group: Any, what: str) -> str:
     optimizer = torch.optim.Adam(case.model.parameters(), lr=0.1)
     step(case, mll, optimizer)
     try:
-        if KernelProducts(process_group=group).ranks().rank == 1:
+        if Ranks(group).rank == 1:
             if what == "prediction":
                 mll.posterior()(case.x[:3]).mean.sum().backward()
             else:

@@ -12,6 +12,7 @@ from torch import Tensor
 from gpy_iterative.changes import SeenVersions
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import Tile, TileCache, new_memory
+from gpy_iterative.linear_operators.tiles.ranks import Ranks
 from gpy_iterative.worker_threads import ByDevice, summed
 
 #: Numbers of columns that CPUs multiply faster from the right.
@@ -74,7 +75,7 @@ class Tiles(ABC):
         self.shape, self.symmetric, self.length, self.cache = shape, symmetric, length, cache
         self.rows, self.columns = blocks(shape[-2], length), blocks(shape[-1], length)
         self.owner, self.seen = owner, SeenVersions.of(owner)
-        self.ranks = products.ranks()
+        self.ranks = None if products.process_group is None else Ranks(products.process_group)
         self._like, self._memory, self._agreed = like, threading.local(), False
         self._budget = products.cache_budget(like.device)
         self._keeps_derivatives = False

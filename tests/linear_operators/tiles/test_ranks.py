@@ -24,6 +24,7 @@ from gpy_iterative.linear_operators import (
 from gpy_iterative.linear_operators.extensions import matrix_derivative
 from gpy_iterative.linear_operators.radial.functions import MATERN32, RATIONAL_QUADRATIC
 from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TiledLinearOperator
+from gpy_iterative.linear_operators.tiles.ranks import Ranks
 from tests.processes import Processes, Raised
 
 N, M = 45, 21
@@ -162,7 +163,7 @@ def test_each_tile_is_evaluated_on_one_rank_and_all_have_their_share(processes: 
 
 def nearly_same(group: Any, which: str) -> Any:
     """A product where the last rank has something else."""
-    world = KernelProducts(process_group=group).ranks()
+    world = Ranks(group)
     is_other = float(world.rank == world.size - 1)
     x, rhs = random(N, 2), random(N, 2)
     rows, tile_size = N, 8
@@ -208,7 +209,7 @@ def test_ranks_with_other_numbers_are_all_told(processes: Processes, which: str,
 
 def far_fields_by_rank(group: Any, tolerances: list[float | None]) -> Tensor:
     """A product with a far field of this rank's tolerance."""
-    tolerance = tolerances[KernelProducts(process_group=group).ranks().rank]
+    tolerance = tolerances[Ranks(group).rank]
     products = KernelProducts(far_field=tolerance, process_group=group)
     x, rhs = random(1500, 2), random(1500, 2)
     return RadialKernelLinearOperator(x, torch.tensor(0.3), function=MATERN32, products=products)._matmul(rhs)
