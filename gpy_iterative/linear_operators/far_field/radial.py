@@ -14,7 +14,7 @@ from gpy_iterative.linear_operators.far_field.levels import Batch
 from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import Tile
 from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
-from gpy_iterative.worker_threads import divided, summed
+from gpy_iterative.worker_threads import divided
 
 _ALL = slice(None)
 
@@ -106,8 +106,7 @@ class RadialFarField(RadialTiles):
         halves = 2 * vectors[0].shape[1] // weights.left.shape[-1]
         swapped = torch.arange(halves, device=self.x1.device).view(-1, 2).flip(1).flatten()
         share = partial(self._share_of_batches, vectors, swapped, value, alpha)
-        with self.cache.serving(*self.owner):
-            totals = summed(share, self._own_batches(field), self.x1.device)
+        totals = self.sums(share, self._own_batches(field))
         self.complete(totals, weights.tensors)
         inputs, sum_of_values, sum_of_alpha = totals
         factor = 2 * self.function.derivative_factor

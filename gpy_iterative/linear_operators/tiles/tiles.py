@@ -156,7 +156,7 @@ class Tiles(ABC):
                 add(result.blocks[j], given.blocks[i], entries)
         return [result.data]
 
-    def sums(self, share: Callable[[Sequence[Tile]], list[Tensor]], visits: Sequence[Tile]) -> list[Tensor]:
+    def sums(self, share: Callable[[Sequence[Any]], list[Tensor]], visits: Sequence[Any]) -> list[Tensor]:
         with self.cache.serving(*self.owner):
             return summed(share, visits, self._like.device)
 
