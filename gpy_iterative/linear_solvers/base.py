@@ -141,7 +141,7 @@ class SolverState:
 
     Attributes:
         share: epochs of a step.
-        curvature: upper bound on the smallest eigenvalue of H.
+        curvature: upper bound on the smallest eigenvalue of H, which steps lower; a fallback begins with the last one.
         has_diverged: no further step can help.
         by_column: names of fields with one part per open column: tensors [n, s], or objects with `narrow`.
     """
