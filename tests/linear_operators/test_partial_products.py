@@ -200,6 +200,14 @@ def test_several_outputscales_share_the_rows_of_one_matrix() -> None:
         torch.testing.assert_close(dense_rows(several, rows), several.to_dense()[:, rows])
 
 
+def test_rows_of_batches_of_sums_and_multiples() -> None:
+    x, rows = inputs(N, 3).double(), torch.tensor([7, 0, 20])
+    batch = RadialKernelLinearOperator(torch.stack([x, 2 * x]), torch.ones(2).double(), function=MATERN32)
+    total = SumLinearOperator(batch, ConstantMulLinearOperator(dense_operator(), torch.tensor([0.3, 2.0]).double()))
+    with torch.no_grad():
+        torch.testing.assert_close(dense_rows(total, rows), total.to_dense()[:, rows])
+
+
 @pytest.mark.parametrize("entries", [1, 4, 12, 10**6])
 def test_picked_rows_are_evaluated_in_parts(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     operator, rhs, rows = radial(), inputs(N, 4, seed=9).double(), torch.tensor([7, 0, 20, 13])
