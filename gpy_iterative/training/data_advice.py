@@ -38,14 +38,16 @@ UNEXPLAINED = 6.0
 AT_FLOOR = 1.01
 
 
-def warn_of_inputs(model: Any) -> None:
-    _warn(_constant_columns(model), _equal_components(model))
+@torch.no_grad()
+def warn_of_model(model: Any) -> None:
+    """What needs no Gaussian system."""
+    _warn(_constant_columns(model), _equal_components(model), _equal_targets(model))
 
 
 @torch.no_grad()
 def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, system: TrainingSystem) -> None:
     """Cost: 64 rows of distances, and a sort."""
-    warn_of_inputs(model)
+    warn_of_model(model)
     _warn(_another_likelihood(model, likelihood))
     operator = system.operator
     if not isinstance(operator, NoisyLinearOperator) or operator.shape[-1] < 2:
@@ -95,6 +97,15 @@ def _columns_with_lengthscales(model: Any, size: int) -> set[int]:
         elif lengthscale.shape[-1] == size:  # else `forward` takes some columns, such as all but an exposure
             found.update(range(size))
     return found
+
+
+def _equal_targets(model: Any) -> Iterator[str]:
+    inputs, y = getattr(model, "train_inputs", None), getattr(model, "train_targets", None)
+    if not inputs or y is None or y.numel() < 2:
+        return
+    y = y if y.shape[-1] == inputs[0].shape[-2] else y.flatten(-2)  # of a multitask model
+    if (y == y[..., :1]).all(-1).any():
+        yield "All targets are equal, so there is nothing to learn: check that these are the right targets."
 
 
 def _equal_components(model: Any) -> Iterator[str]:
@@ -162,10 +173,9 @@ def _least_distance(x: Tensor) -> float:
 def _targets_of_another_scale(operator: NoisyLinearOperator, residual: Tensor) -> Iterator[str]:
     variance = (operator.kernel._diagonal() + operator.noise).double().mean(-1).expand(residual.shape[:-1])
     prior, spread, shift = variance.sqrt(), residual.double().std(-1), residual.double().mean(-1).abs()
-    is_scaled = (spread > SPREAD * prior) | (spread < prior / SPREAD)
-    if (residual == residual[..., :1]).all(-1).any():
-        yield "All targets are equal, so there is nothing to learn: check that these are the right targets."
-    elif is_scaled.any():
+    is_equal = (residual == residual[..., :1]).all(-1)  # of which `_equal_targets` tells
+    is_scaled = ~is_equal & ((spread > SPREAD * prior) | (spread < prior / SPREAD))
+    if is_scaled.any():
         index = int(is_scaled.reshape(-1).nonzero()[0])
         yield (
             f"The targets have a standard deviation of {float(spread.reshape(-1)[index]):.3g}, and the prior one of "

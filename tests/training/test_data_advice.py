@@ -11,7 +11,7 @@ from gpytorch.kernels import MaternKernel, PeriodicKernel, RBFKernel, ScaleKerne
 import gpy_iterative as gpi
 from gpy_iterative.errors import DataWarning
 from gpy_iterative.fitting.choice import system_now
-from gpy_iterative.training.data_advice import warn_of_data, warn_of_inputs
+from gpy_iterative.training.data_advice import warn_of_data, warn_of_model
 from tests.exact.gaussian_models import CASES, Regression, data
 
 Data = tuple[torch.Tensor, torch.Tensor]
@@ -180,6 +180,13 @@ def test_equal_targets() -> None:
     assert sentence.startswith("All targets are equal, so there is nothing to learn")
 
 
+def test_one_class() -> None:
+    x, y = standardised()
+    model = gpi.models.IterativeLaplaceGP(x, torch.ones_like(y), gpi.likelihoods.LogitBernoulliLikelihood())
+    with pytest.warns(DataWarning, match="All targets are equal"):
+        warn_of_model(model)
+
+
 def test_targets_far_from_the_mean() -> None:
     x, y = standardised()
     (sentence,) = advice(x, y + 50)
@@ -247,4 +254,4 @@ def test_other_marginal_log_likelihoods_know_of_constant_columns() -> None:
     x[:, 1] = 3.0
     model = Regression(x, y, gpytorch.likelihoods.GaussianLikelihood(), RBFKernel(ard_num_dims=18))
     with pytest.warns(DataWarning, match="remove column 1 of the inputs"):
-        warn_of_inputs(model)
+        warn_of_model(model)
