@@ -23,7 +23,7 @@ Rows = slice | Tensor
 Operation = ParamSpec("Operation")
 
 
-# Parts of unbatched operators (`dense_rows` of all), without autograd but for `principal_blocks`
+# Parts of unbatched operators (`dense_rows` also of batches), without autograd but for `principal_blocks`
 
 
 def _by_parts(operation: Callable[Operation, Tensor]) -> Callable[Operation, Tensor]:
@@ -36,7 +36,9 @@ def _by_parts(operation: Callable[Operation, Tensor]) -> Callable[Operation, Ten
         if isinstance(operator, SumLinearOperator):
             return sum(asked(part, *given, **named) for part in operator.linear_ops)
         if isinstance(operator, ConstantMulLinearOperator):
-            return operator._constant[..., None, None] * asked(operator.base_linear_op, *given, **named)
+            constant = operator._constant
+            constant = constant[..., None, None] if constant.numel() > 1 else constant.reshape(())
+            return constant * asked(operator.base_linear_op, *given, **named)
         return operation(operator, *given, **named)
 
     return asked

@@ -36,19 +36,18 @@ COPIES = 0.05
 UNEXPLAINED = 6.0
 #: Noise within this factor of its lower bound is at it.
 AT_FLOOR = 1.01
+EQUAL_TARGETS = "All targets are equal, so there is nothing to learn: check that these are the right targets."
 
 
-@torch.no_grad()
 def warn_of_model(model: Any) -> None:
-    """What needs no Gaussian system."""
+    """For models without Gaussian noise."""
     _warn(_constant_columns(model), _equal_components(model), _equal_targets(model))
 
 
 @torch.no_grad()
 def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, system: TrainingSystem) -> None:
     """Cost: 64 rows of distances, and a sort."""
-    warn_of_model(model)
-    _warn(_another_likelihood(model, likelihood))
+    _warn(_constant_columns(model), _equal_components(model), _another_likelihood(model, likelihood))
     operator = system.operator
     if not isinstance(operator, NoisyLinearOperator) or operator.shape[-1] < 2:
         return
@@ -100,12 +99,9 @@ def _columns_with_lengthscales(model: Any, size: int) -> set[int]:
 
 
 def _equal_targets(model: Any) -> Iterator[str]:
-    inputs, y = getattr(model, "train_inputs", None), getattr(model, "train_targets", None)
-    if not inputs or y is None or y.numel() < 2:
-        return
-    y = y if y.shape[-1] == inputs[0].shape[-2] else y.flatten(-2)  # of a multitask model
-    if (y == y[..., :1]).all(-1).any():
-        yield "All targets are equal, so there is nothing to learn: check that these are the right targets."
+    y = getattr(model, "train_targets", None)
+    if y is not None and y.dim() == 1 and len(y) > 1 and (y == y[0]).all():
+        yield EQUAL_TARGETS
 
 
 def _equal_components(model: Any) -> Iterator[str]:
@@ -173,9 +169,10 @@ def _least_distance(x: Tensor) -> float:
 def _targets_of_another_scale(operator: NoisyLinearOperator, residual: Tensor) -> Iterator[str]:
     variance = (operator.kernel._diagonal() + operator.noise).double().mean(-1).expand(residual.shape[:-1])
     prior, spread, shift = variance.sqrt(), residual.double().std(-1), residual.double().mean(-1).abs()
-    is_equal = (residual == residual[..., :1]).all(-1)  # of which `_equal_targets` tells
-    is_scaled = ~is_equal & ((spread > SPREAD * prior) | (spread < prior / SPREAD))
-    if is_scaled.any():
+    is_scaled = (spread > SPREAD * prior) | (spread < prior / SPREAD)
+    if (residual == residual[..., :1]).all(-1).any():
+        yield EQUAL_TARGETS
+    elif is_scaled.any():
         index = int(is_scaled.reshape(-1).nonzero()[0])
         yield (
             f"The targets have a standard deviation of {float(spread.reshape(-1)[index]):.3g}, and the prior one of "

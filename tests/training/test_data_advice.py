@@ -180,6 +180,15 @@ def test_equal_targets() -> None:
     assert sentence.startswith("All targets are equal, so there is nothing to learn")
 
 
+def test_equal_targets_beside_missing_ones() -> None:
+    x, y = standardised()
+    y = torch.full_like(y, 1.7)
+    y[::3] = torch.nan
+    with gpytorch.settings.observation_nan_policy("mask"):
+        (sentence,) = advice(x, y)
+    assert sentence.startswith("All targets are equal, so there is nothing to learn")
+
+
 def test_one_class() -> None:
     x, y = standardised()
     model = gpi.models.IterativeLaplaceGP(x, torch.ones_like(y), gpi.likelihoods.LogitBernoulliLikelihood())

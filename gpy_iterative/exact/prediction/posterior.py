@@ -72,7 +72,7 @@ class PathwisePosterior:
         NonFiniteError, NotPositiveDefiniteError: from the solver.
 
     Warns:
-        ConvergenceWarning: a solve missed its tolerance.
+        ConvergenceWarning: a solve missed its tolerance, that of the default solver by more than rounding.
         VarianceWarning: the first variances are more than 10% too large (median).
 
     Examples:

@@ -151,7 +151,7 @@ class GalerkinProjection(Projection):
         if self.local is None:
             return rank
         neighbours = min(self.local.num_neighbours, num_data)
-        all_data = 2 * num_data if self.local.tree is None else 0
+        all_data = (2 if self.local.observed is None else 3) * num_data if self.local.tree is None else 0
         return rank + all_data + neighbours * (2 * neighbours + 2 * rank)
 
 

@@ -19,6 +19,7 @@ from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus, warn_of
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.random_numbers import normal
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.progress import Progress, reporting_solve
@@ -32,8 +33,9 @@ SOLVER, SAMPLE, NOISE = range(3)
 NOISE_PART, NOISE_NORM = 0.01, 0.3
 #: Least relative residual.
 SMALLEST_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
-#: Rounding errors of a product with weights v: so many machine epsilons times n^1/2 max H_ii |v|; float32 leaves up to 4.
-#: Solves go on until their residual stops falling: means become more exact meanwhile, because they hardly see such errors.
+#: Rounding errors of a product with weights v: so many machine epsilons times n^1/2 max K_ii |v|; float32 leaves up to 4.
+#: Solves go on until their residual stops falling, because predictive means become more exact meanwhile: rounding errors of
+#: a residual hardly change them.
 ROUNDING = 8
 #: Median above which variances are warned of.
 LARGE_VARIANCE_ERROR = 0.1
@@ -92,7 +94,7 @@ class TrainingSolves:
     """The linear solves for one set of hyperparameters and training data. Construction solves for the mean.
 
     Args:
-        solver: None is the default, which may stop at a residual that is only rounding without a warning.
+        solver: None is the default, of which a residual that is only rounding gives no warning.
         seed: of all draws; the order of calls does not matter.
         initial_weights, draws: starts; ignored if they do not fit.
         known: solves for the first data at these hyperparameters, to extend; only a start if the new data change the prior
@@ -231,18 +233,21 @@ class TrainingSolves:
             solution = self.solver.solve(
                 operator, rhs, initial_guess=guess, generator=stream_generator(self._seed, SOLVER), callback=callback
             )
-        if solution.status is not SolveStatus.CONVERGED and not self._is_only_rounding(solution):
+        if solution.status is not SolveStatus.CONVERGED and not self._is_only_rounding(solution, rhs):
             warn_of("A linear solve for predictions", solution.status, solution.stats, rhs.dtype)
         stats = replace(solution.stats, overhead=solution.stats.overhead + epochs, seconds=time.perf_counter() - start)
         return from_columns(solution.value, columns), solution.status, stats
 
-    def _is_only_rounding(self, solution: Solution) -> bool:
-        if not self._may_be_rounded or solution.status is not SolveStatus.STAGNATED:
+    def _is_only_rounding(self, solution: Solution, rhs: Tensor) -> bool:
+        """Whether all columns that missed the tolerance did so by rounding, and not by the far field's error."""
+        is_stagnated = solution.status is SolveStatus.STAGNATED and solution.stats.far_field is None
+        if not (self._may_be_rounded and is_stagnated):
             return False
         operator, norm = self.system.operator, partial(torch.linalg.vector_norm, dim=-2)
-        largest = operator.diagonal(dim1=-1, dim2=-2).amax(-1, keepdim=True)
+        _, diagonal, _ = kernel_and_noise(operator)
+        largest = diagonal.amax(-1, keepdim=True)
         limit = ROUNDING * torch.finfo(operator.dtype).eps * operator.shape[-1] ** 0.5 * largest * norm(solution.value)
-        return bool((norm(solution.residual) <= limit).all())
+        return bool((norm(solution.residual) <= limit.maximum(self.solver.tolerance * norm(rhs))).all())
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -194,7 +194,7 @@ class TileCaches:
         self._parts: dict[str, TileCaches] = {}
 
     def part(self, name: str) -> "TileCaches":
-        """The caches of a part such as "0"."""
+        """The caches of a part with this name, such as "0" for the first term."""
         if name not in self._parts:
             self._parts[name] = TileCaches(self.pool)
         return self._parts[name]
