@@ -80,10 +80,9 @@ class TileCache:
             while self._users and not self._owner.are(tensors):
                 self.pool.changed.wait()
             if not self._users and not self._owner.are(tensors):
-                for cache in filter(None, (self, self.derivatives)):
-                    for tile in cache.tiles.values():  # new tiles take their memory
-                        cache._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
-                    cache.tiles.clear()
+                self._spare_all()
+                if self.derivatives is not None:
+                    self.derivatives._spare_all()
                 self._structure = []
                 self._owner = SeenVersions.of(tensors)
             self._users += 1
@@ -167,6 +166,11 @@ class TileCache:
         tile = self.tiles.popitem()[1] if spare is None else spare.pop()
         self.own_bytes -= tile.nbytes
         return True
+
+    def _spare_all(self) -> None:
+        for tile in self.tiles.values():
+            self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
+        self.tiles.clear()
 
     def in_float32(self, tensor: Tensor) -> Tensor:
         """The tensor in float32 (integers unchanged): one object, so that low-precision copies share tiles."""
