@@ -57,7 +57,7 @@ class PathwisePosterior:
 
     Args:
         solver: None is Cholesky up to `exact_below`, then `gpy_iterative.solvers.default_solver`, with a residual of at
-            most .01 standard deviations of the noise per datum.
+            most .01 standard deviations of the noise per datum, as far as rounding allows.
         products, progress: as in `HutchinsonMarginalLogLikelihood`.
         generator: a generator or a seed for all draws; None is seed 0.
         params, kwargs: the likelihood's arguments, as in training; training inputs among them are updated.

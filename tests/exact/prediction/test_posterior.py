@@ -139,10 +139,8 @@ def test_rounding_ends_the_default_solve_without_a_warning(monkeypatch: pytest.M
     monkeypatch.setattr(training_solves, "NOISE_NORM", 0.0)
     monkeypatch.setattr(training_solves, "SMALLEST_TOLERANCE", {torch.float32: 1e-9})
     assert PathwisePosterior(model, model.likelihood, exact_below=0).report.status is SolveStatus.STAGNATED
-    solver, stagnated = (
-        ConjugateGradients(tolerance=1e-9, preconditioner=None),
-        "predictions ended with status stagnated",
-    )
+    solver = ConjugateGradients(tolerance=1e-9, preconditioner=None)
+    stagnated = "predictions ended with status stagnated"
     with pytest.warns(ConvergenceWarning, match=stagnated):
         PathwisePosterior(model, model.likelihood, solver=solver, exact_below=0)
     with pytest.warns(ConvergenceWarning, match=stagnated):  # the far field's error is no rounding
