@@ -15,6 +15,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_fraction, check_number
 from gpy_iterative.linear_solvers.columns import DIVERGENCE, Columns, Iterate, LinearSystem
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.worker_threads import divided
 
@@ -26,8 +27,8 @@ LEAST_PROGRESS = 0.01
 MAX_IN_NORM = 3.0
 #: Further solves to reach it, and least budget of each in epochs.
 MAX_CONTINUATIONS, CONTINUED_EPOCHS = 4, 100
-#: Rounding errors beyond which a negative curvature counts.
-SLACK = 10
+#: Rounding errors of a product with v: so many machine epsilons times n^1/2 max K_ii |v|; float32 leaves up to 4.
+ROUNDING = 8
 
 
 class Solver(ABC):
@@ -309,11 +310,14 @@ class IterativeSolver(Solver, Generic[State]):
 
 
 def is_negative(curvature: float | Tensor, operator: LinearOperator, eps: float) -> bool:
-    """Whether a curvature is negative beyond rounding errors eps of H's entries."""
-    if not curvature < 0:
-        return False
-    largest = float(operator.diagonal(dim1=-1, dim2=-2).abs().max())
-    return float(curvature) < -SLACK * eps * math.sqrt(operator.shape[-1]) * largest
+    """Whether a curvature is negative beyond rounding errors eps of K's entries."""
+    return bool(curvature < 0) and float(curvature) < -float(product_rounding(operator, eps).max())
+
+
+def product_rounding(operator: LinearOperator, eps: float) -> Tensor:
+    """Rounding error [*b] of a product of H with a vector of norm 1, for errors eps of K's entries."""
+    _, diagonal, _ = kernel_and_noise(operator)
+    return ROUNDING * eps * operator.shape[-1] ** 0.5 * diagonal.abs().amax(-1)
 
 
 def lowest_curvature(directions: Tensor, energies: Tensor) -> Tensor:

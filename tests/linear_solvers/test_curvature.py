@@ -54,6 +54,14 @@ def test_solvers(solver: gpi.solvers.IterativeSolver, dtype: torch.dtype) -> Non
     assert torch.isfinite(solution.value).all()
 
 
+def test_data_of_huge_noise_do_not_hide_it() -> None:
+    """Rounding errors are those of K: a diagonal has none."""
+    operator = system(0.3, torch.float32)
+    operator.noise[:3] = 1e6
+    rhs = torch.cos(torch.arange(120.0)).view(60, 2)
+    assert ConjugateGradients(tolerance=1e-6).solve(operator, rhs).status is SolveStatus.INDEFINITE
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_quadrature(dtype: torch.dtype) -> None:
     for shift, expected in ((0.0, False), (0.3, True)):

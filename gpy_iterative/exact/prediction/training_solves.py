@@ -14,12 +14,11 @@ from gpy_iterative.exact.prediction.projection import ExactProjection, GalerkinP
 from gpy_iterative.exact.prediction.variance_error import VarianceError, lower_variance_error
 from gpy_iterative.exact.probes import RandomFeatures, frequency_draws
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
+from gpy_iterative.linear_solvers.base import IterativeSolver, Solver, product_rounding
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus, warn_of
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.random_numbers import normal
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.progress import Progress, reporting_solve
@@ -33,10 +32,6 @@ SOLVER, SAMPLE, NOISE = range(3)
 NOISE_PART, NOISE_NORM = 0.01, 0.3
 #: Least relative residual.
 SMALLEST_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
-#: Rounding errors of a product with weights v: so many machine epsilons times n^1/2 max K_ii |v|; float32 leaves up to 4.
-#: Solves go on until their residual stops falling, because predictive means become more exact meanwhile: rounding errors of
-#: a residual hardly change them.
-ROUNDING = 8
 #: Median above which variances are warned of.
 LARGE_VARIANCE_ERROR = 0.1
 #: Largest growth of a projection's rank, as a factor.
@@ -77,6 +72,7 @@ class PriorDraws:
 
 
 def prediction_solver(system: TrainingSystem) -> Solver:
+    """The default, which goes on until its residual stops falling: rounding errors of a residual hardly change means."""
     solver = default_solver(system.operator)
     if not isinstance(solver, IterativeSolver) or not isinstance(system.operator, NoisyLinearOperator):
         return solver
@@ -244,9 +240,7 @@ class TrainingSolves:
         if not (self._may_be_rounded and is_stagnated):
             return False
         operator, norm = self.system.operator, partial(torch.linalg.vector_norm, dim=-2)
-        _, diagonal, _ = kernel_and_noise(operator)
-        largest = diagonal.amax(-1, keepdim=True)
-        limit = ROUNDING * torch.finfo(operator.dtype).eps * operator.shape[-1] ** 0.5 * largest * norm(solution.value)
+        limit = product_rounding(operator, torch.finfo(operator.dtype).eps).unsqueeze(-1) * norm(solution.value)
         return bool((norm(solution.residual) <= limit.maximum(self.solver.tolerance * norm(rhs))).all())
 
     @torch.inference_mode(False)
