@@ -159,7 +159,6 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             estimate, run = self._estimate(
                 replace(system, operator=operator, residual=system.residual.detach()), self._run
             )
-        check_estimated("value", estimate.value)
         result = estimate.with_gradient(system.operator, system.residual)
         num_data = function_dist.event_shape.numel()
         result = self._add_other_terms(result, params).div_(num_data).to(function_dist.loc.dtype)

@@ -13,7 +13,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from gpy_iterative.checks import check_finite, check_same_kind
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
-from gpy_iterative.linear_operators.from_gpytorch import observed_data
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 from gpy_iterative.training.training_system import (
@@ -125,9 +124,6 @@ def checked_system(
             "train and predict under gpytorch.settings.observation_nan_policy('mask'), which drops it."
         )
     check_finite("target", torch.where(is_missing, 0, target))
-    observed = observed_data(function_dist, target)
-    if not (function_dist.event_shape.numel() if observed is None else observed.any()):
-        raise ValueError("There is no observed target: pass data with at least one target that is not NaN.")
     check_hyperparameters(model.named_parameters())
     return linear_system(likelihood, function_dist, target, params, kwargs, products=products, caches=caches)
 

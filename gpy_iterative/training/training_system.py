@@ -181,9 +181,11 @@ def linear_system(
 ) -> TrainingSystem:
     """The system with graph, for targets [*b, n] or [*b, n, T].
 
-    With `shares_matrix`, H has no leading dimensions in which only targets differ.
+    With `shares_matrix`, H has no leading dimensions in which only targets differ. ValueError if no target is observed.
     """
     observed = observed_data(prior, target)
+    if not (prior.event_shape.numel() if observed is None else observed.any()):
+        raise ValueError("There is no observed target: pass data with at least one target that is not NaN.")
     operator = noisy_operator(likelihood, prior, *params, products=products, caches=caches, observed=observed, **kwargs)
     residual = flat_targets(prior, target) - prior.loc
     if observed is not None:
