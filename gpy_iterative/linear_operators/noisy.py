@@ -36,7 +36,7 @@ class NoisyLinearOperator(LinearOperator):
         return self._shape
 
     def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.kernel._matmul(rhs) + self.noise.unsqueeze(-1) * rhs
+        return torch.addcmul(self.kernel._matmul(rhs), self.noise.unsqueeze(-1), rhs)
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self

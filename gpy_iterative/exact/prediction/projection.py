@@ -29,6 +29,7 @@ from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.exact.prediction.local_part import LocalPart, Neighbours
 from gpy_iterative.linear_operators.extensions import far_field_error
+from gpy_iterative.linear_operators.tiles.tiles import blocks as blocks_of
 from gpy_iterative.linear_solvers.cholesky import ADVICE, CholeskyFactor
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
@@ -36,7 +37,9 @@ from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholes
 #: With a far field neighbours matter most, and blocks [n, rank] are limited.
 RANK, NUM_NEIGHBOURS = 1024, 128
 FAR_FIELD_RANKS, FAR_FIELD_ENTRIES = (64, 256), 2**24
+#: Rows, and columns of a product, at a time: a product takes memory for four times its columns.
 CHUNK = 4096
+COLUMNS = 512
 
 
 class Projection(ABC):
@@ -209,7 +212,10 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
         rest = (diagonal - torch.linalg.vector_norm(factor, dim=-1).square()).mean(-1, keepdim=True).clamp_min(0)
         factor = factor / (noise + rest).unsqueeze(-1)
     basis = torch.linalg.qr(factor).Q.contiguous()
-    product = operator._matmul(basis)
+    del factor
+    product = torch.empty_like(basis)
+    for columns in blocks_of(basis.shape[-1], COLUMNS):
+        product[:, columns] = operator._matmul(basis[:, columns].contiguous())
     gram = torch.zeros(basis.shape[-1], basis.shape[-1], dtype=torch.float64, device=basis.device)
     for left, right in zip(basis.split(CHUNK), product.split(CHUNK), strict=True):
         gram += left.mT.double() @ right.double()
