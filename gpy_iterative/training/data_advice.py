@@ -8,15 +8,18 @@ from typing import Any
 import gpytorch
 import torch
 from gpytorch.models import ExactGP
-from linear_operator import LinearOperator
+from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import SumLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import DataWarning, warn
 from gpy_iterative.linear_operators.extensions import dense_rows, sum_terms
+from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
-from gpy_iterative.training.training_system import TrainingSystem
+from gpy_iterative.training.snapshot import evaluation_copies
+from gpy_iterative.training.training_system import TrainingSystem, prior_at
 
 #: Lengthscales between nearest inputs that make the kernel matrix diagonal.
 FAR = 6.0
@@ -30,6 +33,12 @@ CENTRES = 64
 EQUAL_ROWS = 5
 #: Largest ratio of the standard deviations of targets and prior, and distance of their means in the larger one.
 SPREAD, SHIFT = 20.0, 10.0
+#: Likelihoods whose targets are latent values with noise.
+OF_LOCATION = (
+    gpytorch.likelihoods.GaussianLikelihood,
+    gpytorch.likelihoods.FixedNoiseGaussianLikelihood,
+    gpytorch.likelihoods.StudentTLikelihood,
+)
 #: Share of copied rows that rounded data may have.
 COPIES = 0.05
 #: Largest difference of targets of equal inputs, in noise standard deviations.
@@ -45,6 +54,25 @@ def warn_of_model(model: Any) -> None:
 
 
 @torch.no_grad()
+def warn_of_latent_model(model: Any) -> None:
+    """For Laplace's method. Cost: 64 rows of distances."""
+    warn_of_model(model)
+    inputs, targets = model.train_inputs, model.train_targets
+    if not inputs or targets is None or len(targets) < 2:
+        return
+    copy, likelihood = evaluation_copies(model, model.likelihood)  # a forward pass may change layers
+    prior = prior_at(copy, list(inputs))
+    kernel = to_linear_operator(kernel_operator(prior.lazy_covariance_matrix, KernelProducts(far_field=None)))
+    _warn(_equal_terms(kernel), _inputs_of_another_scale(kernel, inputs))
+    if isinstance(likelihood, OF_LOCATION) and targets.dim() == 1 and targets.shape == prior.mean.shape:
+        residual = (targets - prior.mean).double()[~torch.isnan(targets)]
+        if len(residual) > 1 and (residual != residual[0]).any():
+            low, high = residual.sort().values[[len(residual) // 6, len(residual) * 5 // 6]]
+            variance = kernel._diagonal() + likelihood.noise.mean()
+            _warn(_targets_of_another_scale(variance, residual, outer=(high - low) / 2))
+
+
+@torch.no_grad()
 def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, system: TrainingSystem) -> None:
     """Cost: 64 rows of distances, and a sort."""
     _warn(_constant_columns(model), _equal_components(model), _another_likelihood(model, likelihood))
@@ -54,7 +82,7 @@ def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, sy
     _warn(
         _equal_terms(operator.kernel),
         _inputs_of_another_scale(operator.kernel, model.train_inputs or ()),
-        _targets_of_another_scale(operator, system.residual),
+        _targets_of_another_scale(operator.kernel._diagonal() + operator.noise, system.residual),
         _equal_rows(model, likelihood, operator.noise),
     )
 
@@ -166,10 +194,11 @@ def _least_distance(x: Tensor) -> float:
     return min(float(row.where(row > 0, torch.inf).min()) for row in distances)
 
 
-def _targets_of_another_scale(operator: NoisyLinearOperator, residual: Tensor) -> Iterator[str]:
-    variance = (operator.kernel._diagonal() + operator.noise).double().mean(-1).expand(residual.shape[:-1])
-    prior, spread, shift = variance.sqrt(), residual.double().std(-1), residual.double().mean(-1).abs()
-    is_scaled = (spread > SPREAD * prior) | (spread < prior / SPREAD)
+def _targets_of_another_scale(variance: Tensor, residual: Tensor, outer: Tensor | None = None) -> Iterator[str]:
+    """`outer` is a spread that outliers do not raise, for heavy tails; None takes the standard deviation."""
+    prior = variance.double().mean(-1).expand(residual.shape[:-1]).sqrt()
+    spread, shift = residual.double().std(-1), residual.double().mean(-1).abs()
+    is_scaled = ((spread if outer is None else outer) > SPREAD * prior) | (spread < prior / SPREAD)
     if (residual == residual[..., :1]).all(-1).any():
         yield EQUAL_TARGETS
     elif is_scaled.any():

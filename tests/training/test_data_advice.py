@@ -11,7 +11,7 @@ from gpytorch.kernels import MaternKernel, PeriodicKernel, RBFKernel, ScaleKerne
 import gpy_iterative as gpi
 from gpy_iterative.errors import DataWarning
 from gpy_iterative.fitting.choice import system_now
-from gpy_iterative.training.data_advice import warn_of_data, warn_of_model
+from gpy_iterative.training.data_advice import warn_of_data, warn_of_latent_model, warn_of_model
 from tests.exact.gaussian_models import CASES, Regression, data
 
 Data = tuple[torch.Tensor, torch.Tensor]
@@ -194,6 +194,44 @@ def test_one_class() -> None:
     model = gpi.models.IterativeLaplaceGP(x, torch.ones_like(y), gpi.likelihoods.LogitBernoulliLikelihood())
     with pytest.warns(DataWarning, match="All targets are equal"):
         warn_of_model(model)
+
+
+class Latent(gpi.models.IterativeLaplaceGP):
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, likelihood: gpytorch.likelihoods.Likelihood) -> None:
+        super().__init__(x, y, likelihood)
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = ScaleKernel(MaternKernel(nu=2.5))
+        self.to(x)
+
+    def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e3])
+def test_inputs_of_another_scale_without_gaussian_noise(scale: float) -> None:
+    """The fit would end CONVERGED, with a constant prediction."""
+    x, y = standardised(100, 3)
+    model = Latent(scale * x, (y > 0).to(y), gpi.likelihoods.LogitBernoulliLikelihood())
+    mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
+    with pytest.warns(DataWarning, match="standardise (the|columns 0, 1, 2 of the) inputs"):
+        gpi.fit(mll, max_steps=1, progress=False)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_targets_of_another_scale_with_heavy_tails(scale: float) -> None:
+    x, y = standardised(100, 3)
+    with pytest.warns(DataWarning, match="standardise the targets"):
+        warn_of_latent_model(Latent(x, scale * y, gpytorch.likelihoods.StudentTLikelihood()))
+
+
+def test_outliers_of_heavy_tails_and_two_classes() -> None:
+    x, y = standardised(100, 3)
+    labels, outlier = (y > 0).to(y), y.clone()
+    outlier[3] = 1e4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_latent_model(Latent(x, outlier, gpytorch.likelihoods.StudentTLikelihood()))
+        warn_of_latent_model(Latent(x, labels, gpi.likelihoods.LogitBernoulliLikelihood()))
 
 
 def test_targets_far_from_the_mean() -> None:
