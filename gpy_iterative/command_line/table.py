@@ -1,4 +1,5 @@
 import csv
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -36,15 +37,16 @@ def read_table(path: Path, needed: Iterable[str]) -> Table:
 def _read_lines(path: Path) -> list[list[str]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            headers = {}
-            for delimiter in DELIMITERS:
-                headers[delimiter] = next(filter(None, csv.reader(file, delimiter=delimiter)), [])
-                file.seek(0)
-            delimiter = max(DELIMITERS, key=lambda each: len(headers[each]))
-            lines = csv.reader(file, delimiter=delimiter)
-            if len(headers[delimiter]) == 1:  # an empty line is an empty cell
-                lines = (line or [""] for line in lines)
-            found = [[cell.strip() for cell in line] for line in lines if line]
+            text = file.read()  # a pipe can be read only once
+        readers = {
+            delimiter: csv.reader(io.StringIO(text, newline=""), delimiter=delimiter) for delimiter in DELIMITERS
+        }
+        headers = {delimiter: next(filter(None, reader), []) for delimiter, reader in readers.items()}
+        delimiter = max(DELIMITERS, key=lambda each: len(headers[each]))
+        lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        if len(headers[delimiter]) == 1:  # an empty line is an empty cell
+            lines = (line or [""] for line in lines)
+        found = [[cell.strip() for cell in line] for line in lines if line]
     except OSError as error:
         raise BadInputError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -1,6 +1,8 @@
 """Tables as people have them: what becomes of their columns, and what is said about those that do not fit."""
 
+import os
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -154,3 +156,12 @@ def test_underscores_are_no_part_of_a_number(tmp_path: Path) -> None:
 def test_delimiters_and_empty_lines(text: str, table: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(text)
     assert read_table(tmp_path / "a.csv", ()) == table
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    """As in `zcat a.csv.gz | python -m gpy_iterative fit /dev/stdin`."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("a;b\n1;2\n",))
+    writer.start()
+    assert read_table(tmp_path / "pipe", ()) == {"a": ("1",), "b": ("2",)}
+    writer.join()
