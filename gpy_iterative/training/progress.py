@@ -1,5 +1,6 @@
 """Progress of long operations."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ def reporting(
     elif progress is True:
         of = "" if total is None else f" of {total:g}"
         layout = f"{{desc}}: {{n:.4g}}{of} {unit} [{{elapsed}}] {{postfix}}"
-        with tqdm(desc=operation, total=total, bar_format=layout, leave=False) as bar:
+        hidden = sys.stderr is None  # as under pythonw
+        with tqdm(desc=operation, total=total, bar_format=layout, leave=False, disable=hidden) as bar:
 
             def tell(done: float, figures: dict[str, float]) -> None:
                 bar.set_postfix({name: f"{figure:.2g}" for name, figure in figures.items()}, refresh=False)

@@ -1,6 +1,7 @@
 """Who asks is told how far a long operation is; who does not is not."""
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,13 @@ def test_shown(name: str, shown: bool, capsys: pytest.CaptureFixture[str]) -> No
     output = capsys.readouterr()
     assert (f"{operation}: " in output.err) is shown
     assert output.out == ""
+
+
+def test_nothing_is_shown_without_a_stream_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs without a console, such as those of pythonw, have none."""
+    monkeypatch.setattr(sys, "stderr", None)
+    with reporting(True, "fit", "steps", 3) as tell:
+        tell(2, {"value": 0.5})
 
 
 def test_a_count_is_told_with_its_total() -> None:
