@@ -46,6 +46,7 @@ UNEXPLAINED = 6.0
 #: Noise within this factor of its lower bound is at it.
 AT_FLOOR = 1.01
 EQUAL_TARGETS = "All targets are equal, so there is nothing to learn: check that these are the right targets."
+ONE_TARGET = "One datum determines no hyperparameters: set them and predict without a fit, or add data."
 
 
 def warn_of_model(model: Any) -> None:
@@ -77,6 +78,8 @@ def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, sy
     """Cost: 64 rows of distances, and a sort."""
     _warn(_constant_columns(model), _equal_components(model), _another_likelihood(model, likelihood))
     operator = system.operator
+    if operator.shape[-1] == 1:
+        warn(ONE_TARGET, DataWarning)
     if not isinstance(operator, NoisyLinearOperator) or operator.shape[-1] < 2:
         return
     _warn(
@@ -106,8 +109,8 @@ def _constant_columns(model: Any) -> Iterator[str]:
         yield "All training inputs are equal, so the data determine no lengthscale: check the inputs."
         return
     for x in inputs:
-        columns = x.reshape(-1, x.shape[-1])
-        constant = set((columns == columns[0]).all(0).nonzero().reshape(-1).tolist())
+        columns = x.flatten(0, -2)
+        constant = set((columns == columns[:1]).all(0).nonzero().reshape(-1).tolist())
         constant &= _columns_with_lengthscales(model, x.shape[-1])
         if constant and len(columns) > 1:
             yield f"The data cannot determine the lengthscale of a constant input: remove {_named(sorted(constant))}."
@@ -128,8 +131,8 @@ def _columns_with_lengthscales(model: Any, size: int) -> set[int]:
 
 def _equal_targets(model: Any) -> Iterator[str]:
     y = getattr(model, "train_targets", None)
-    if y is not None and y.dim() == 1 and len(y) > 1 and (y == y[0]).all():
-        yield EQUAL_TARGETS
+    if y is not None and y.dim() == 1 and len(y) and (y == y[0]).all():
+        yield EQUAL_TARGETS if len(y) > 1 else ONE_TARGET
 
 
 def _equal_components(model: Any) -> Iterator[str]:
@@ -161,9 +164,9 @@ def _equal_terms(kernel: LinearOperator) -> Iterator[str]:
 def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) -> Iterator[str]:
     terms = list(sum_terms(kernel))
     inputs = [
-        term.x1.reshape(-1, *term.x1.shape[-2:])[0]
+        term.x1[(0,) * (term.x1.dim() - 2)]
         for term in terms
-        if isinstance(term, RadialKernelLinearOperator) and not term.angles
+        if isinstance(term, RadialKernelLinearOperator) and not term.angles and term.x1.shape[-1]
     ]
     nearest = min(map(_least_distance, inputs), default=0.0)
     if len(inputs) == len(terms) and FAR < nearest < math.inf:
@@ -172,7 +175,8 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
             "lengthscales cannot be learned: standardise the inputs, or set larger lengthscales before the fit."
         )
     # Large fitted lengthscales of irrelevant inputs need no warning.
-    least = min((float(spread[spread > 0].min()) for x in given if (spread := _spread(x)).any()), default=0.0)
+    spreads = (_spread(x) for x in given if x.shape[-1])
+    least = min((float(spread[spread > 0].min()) for spread in spreads if spread.any()), default=0.0)
     for x in inputs if least < SMALL else ():
         spread = _spread(x)
         flat = ((spread < FLAT) & (x != x[0]).any(0)).nonzero().reshape(-1).tolist()
@@ -184,7 +188,7 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
 
 
 def _spread(x: Tensor) -> Tensor:
-    return x.double().reshape(-1, x.shape[-1]).std(0)
+    return x.double().flatten(0, -2).std(0)
 
 
 def _least_distance(x: Tensor) -> float:

@@ -145,6 +145,6 @@ class _BackwardPass:
         raise NonFiniteError(
             f"The gradient of the parameter {name} is not finite, though the value is; no parameter and no .grad was "
             "changed. Either a derivative of the kernel or mean is not finite, as that of a square root of a distance of "
-            "zero (add a small number to it, or clamp it), or the numbers are too large for their dtype (standardise the "
-            "targets, or use float64)."
+            "zero (add a small number to it, or clamp it), or the numbers are too large for their dtype (standardise "
+            "inputs and targets, or use float64)."
         )

@@ -42,6 +42,16 @@ def test_no_data_or_all_missing(mll_class: type) -> None:
             mll(model(x[:size]), torch.full_like(y[:size], torch.nan))
 
 
+@pytest.mark.parametrize("size", [0, 30])
+def test_predictions_from_no_data_or_all_missing(size: int) -> None:
+    x, y = data(30)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x[:size], torch.full_like(y[:size], torch.nan), likelihood, kernels.RBFKernel()).double()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)
+    with gpytorch.settings.observation_nan_policy("mask"), pytest.raises(ValueError, match="no observed target"):
+        mll.posterior()(x)
+
+
 def test_targets_that_are_no_tensor() -> None:
     case, mll = case_and_mll()
     for target in (None, case.y.tolist()):

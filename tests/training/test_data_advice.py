@@ -189,6 +189,21 @@ def test_equal_targets_beside_missing_ones() -> None:
     assert sentence.startswith("All targets are equal, so there is nothing to learn")
 
 
+def test_one_datum() -> None:
+    """A fit shrinks the noise to its bound and the outputscale to nothing: a certain constant."""
+    x, y = standardised(20, 3)
+    assert len(advice(x[:1], y[:1])) == 1
+    with pytest.warns(DataWarning, match="One datum determines no hyperparameters"):
+        warn_of_model(Latent(x[:1], y[:1], gpytorch.likelihoods.StudentTLikelihood()))
+
+
+def test_no_rows_and_no_columns() -> None:
+    x, y = standardised(20, 3)
+    warn_of_latent_model(Latent(x[:0], y[:0], gpytorch.likelihoods.StudentTLikelihood()))
+    with pytest.warns(DataWarning, match="All training inputs are equal"):
+        warn_of_latent_model(Latent(x[:, :0], y, gpytorch.likelihoods.StudentTLikelihood()))
+
+
 def test_one_class() -> None:
     x, y = standardised()
     model = gpi.models.IterativeLaplaceGP(x, torch.ones_like(y), gpi.likelihoods.LogitBernoulliLikelihood())
