@@ -10,6 +10,7 @@ from torch import Tensor
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.basis import inverse_root
+from gpy_iterative.linear_operators.extensions import Rows
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress
@@ -31,6 +32,10 @@ class WhitenedKernelLinearOperator(LinearOperator):
     def _matmul(self, rhs: Tensor) -> Tensor:
         product = self.kernel._matmul(self.curvature.root(rhs.double()).to(self.kernel.dtype))
         return self.curvature.root_t(product.double()).to(rhs.dtype)
+
+    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        """See `extensions.rows_matmul`; a slice would multiply this product by sparse matrices."""
+        return self._matmul(rhs)[rows]
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self

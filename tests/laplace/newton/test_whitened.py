@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem
+from gpy_iterative.linear_operators.extensions import rows_matmul
 from gpy_iterative.solvers import LaplaceNewton
 from tests.laplace.cases import case
 
@@ -19,7 +20,7 @@ from tests.laplace.cases import case
         ("softmax-mixed", "own"),
     ],
 )
-def test_products(name: str, kind: str) -> None:
+def test_products(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = case(name, n=12, kind=kind)
     prior, likelihood = problem.prior(), problem.pointwise()
     solution = LaplaceNewton().solve(prior, likelihood)
@@ -29,3 +30,6 @@ def test_products(name: str, kind: str) -> None:
     dense = torch.eye(size, dtype=torch.float64) + root.mT @ prior.operator.to_dense() @ root
     rhs = torch.sin(torch.arange(2.0 * size, dtype=torch.float64)).view(size, 2)
     torch.testing.assert_close(system._matmul(rhs), dense @ rhs)
+    monkeypatch.delattr(torch, "sparse_coo_tensor")  # torch would tell users of unchecked sparse matrices
+    rows = torch.tensor([3, 1])
+    torch.testing.assert_close(rows_matmul(system, rows, rhs), (dense @ rhs)[rows])
