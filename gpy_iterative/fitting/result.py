@@ -57,9 +57,10 @@ class Estimated:
 
     Attributes:
         standard_error: of the logarithm for positive parameters, of the logit for intervals, else of the value; None if
-            undetermined by the data.
-        low, high: 95 % interval, in the units of `value`; None if undetermined.
+            undetermined by the data, or if the fit gives none.
+        low, high: 95 % interval, in the units of `value`; None without standard error.
         at_bound: whether it is held at a bound of its constraint.
+        is_undetermined: whether the data leave it open, as other values fit equally well.
     """
 
     name: str
@@ -68,12 +69,13 @@ class Estimated:
     low: float | None
     high: float | None
     at_bound: bool = False
+    is_undetermined: bool = False
 
     def __str__(self) -> str:
         if self.at_bound:
             return f"{self.name} {self.value:.4g} (at its bound)"
         if self.low is None or self.high is None:
-            return f"{self.name} {self.value:.4g} (not determined)"
+            return f"{self.name} {self.value:.4g}" + (" (not determined)" if self.is_undetermined else "")
         return f"{self.name} {self.value:.4g} ({self.low:.3g} to {self.high:.3g})"
 
 
@@ -126,10 +128,7 @@ class FitResult:
             "step      value",
             *_shortened(list(map(str, self.history))),
             "",
-            *(
-                str(part) if self.has_standard_errors or part.at_bound else f"{part.name} {part.value:.4g}"
-                for part in self.hyperparameters[:MAX_LISTED]
-            ),
+            *map(str, self.hyperparameters[:MAX_LISTED]),
         ]
         if len(self.hyperparameters) > MAX_LISTED:
             lines.append(f"and {len(self.hyperparameters) - MAX_LISTED} more")
@@ -173,7 +172,7 @@ def estimated(
     ends = (position, position - WIDTH * errors.nan_to_num(), position + WIDTH * errors.nan_to_num())
     values, lows, highs = map(coordinates.user_entries, ends)
     return tuple(
-        Estimated(name, value, None, None, None, at_bound=bool(at_bound))
+        Estimated(name, value, None, None, None, at_bound=bool(at_bound), is_undetermined=not at_bound)
         if is_unknown
         else Estimated(name, value, error, low, high)
         for name, value, error, low, high, is_unknown, at_bound in zip(

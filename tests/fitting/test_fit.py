@@ -243,7 +243,7 @@ def test_stagnated() -> None:
     assert result.status is FitStatus.STAGNATED
     assert result.steps == 1
     assert not result.has_standard_errors
-    assert "not determined" not in str(result)
+    assert "not determined" not in "\n".join(map(str, [result, *result.hyperparameters]))
 
 
 @pytest.mark.parametrize(("solver", "more"), [(None, 1), (ITERATIVE, 0)], ids=["exact", "iterative"])
