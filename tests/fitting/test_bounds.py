@@ -1,12 +1,13 @@
 """Parameters at the ends of constraints and of the supports of priors."""
 
+import copy
 from typing import Any
 
 import gpytorch
 import pytest
 import torch
-from gpytorch.constraints import GreaterThan, Interval
-from gpytorch.priors import GammaPrior, LKJCovariancePrior, NormalPrior, UniformPrior
+from gpytorch.constraints import GreaterThan, Interval, Positive
+from gpytorch.priors import GammaPrior, LKJCovariancePrior, LogNormalPrior, NormalPrior, UniformPrior
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
@@ -54,6 +55,31 @@ def test_adam_holds_the_parameter_at_the_end_of_its_prior_alone() -> None:
         assert "(at its bound)" in str(result)
         found[method] = result.history[-1].value
     assert found["adam"] == pytest.approx(found["average_information"], abs=0.5 / 80)
+
+
+@pytest.mark.parametrize(
+    "constraint", [GreaterThan(1e-4, transform=None), Interval(1e-4, 50.0, transform=None)], ids=["floor", "interval"]
+)
+def test_adam_moves_a_value_without_a_transform_by_its_coordinate(constraint: Interval) -> None:
+    """BoTorch's constraints: steps that made the noise negative were not made, and fits 40 nats below had CONVERGED."""
+    found = {}
+    for method in ("average_information", "adam"):
+        likelihood = gpytorch.likelihoods.GaussianLikelihood(LogNormalPrior(-4.0, 1.0), copy.deepcopy(constraint))
+        mll = regression(80, covariance=matern(lengthscale_constraint=Positive(transform=None)), likelihood=likelihood)
+        likelihood.noise = 0.0067
+        mll.model.covar_module.base_kernel.lengthscale = 0.02
+        result = gpi.fit(mll, method=method, progress=False)
+        assert result.status is FitStatus.CONVERGED
+        found[method] = result.history[-1].value
+    assert found["adam"] == pytest.approx(found["average_information"], abs=0.5 / 80)
+
+
+def test_adam_holds_a_value_without_a_transform_at_its_bound() -> None:
+    constraint = GreaterThan(0.2, transform=None, initial_value=0.25)
+    mll = regression(80, likelihood=gpytorch.likelihoods.GaussianLikelihood(noise_constraint=constraint))
+    result = gpi.fit(mll, method="adam", progress=False)
+    assert result.status is FitStatus.BOUND
+    assert [each.name for each in result.hyperparameters if each.at_bound] == ["noise_covar.noise"]
 
 
 @pytest.mark.parametrize("method", ["average_information", "adam"])

@@ -50,7 +50,9 @@ class AdamSteps:
             raise TypeError(f"batches must be a list or a DataLoader, got {batches!r}.")
         if batches is not None and iter(batches) is batches:
             raise ValueError("batches= is an iterator, which can be read only once: pass a list or a DataLoader.")
-        self._positive = [part for part in Coordinates(mll).parts if part.kind == "log"]
+        constrained = [part for part in Coordinates(mll).parts if part.constraint is not None]
+        self._values = [part for part in constrained if not part.constraint.enforced]  # as in BoTorch's models
+        self._positive = [part for part in constrained if part.constraint.enforced and part.kind == "log"]
         to_training_mode(mll, mll.model, mll.likelihood)
         self._params = tuple(params)
         self._taken = 0  # of this pass
@@ -114,17 +116,24 @@ class AdamSteps:
         return torch.optim.Adam(groups)
 
     def _move(self) -> None:
-        """Adam moves positive parameters above 1 relative to their values."""
+        """Adam moves positive parameters above 1 relative to their values, and coordinates of those without a transform."""
         if isinstance(self.mll, HasOptimizer):
             self._optimizer.step()
             return
         begun = [(part.parameter, part.parameter.detach().clone(), _stretch(part)) for part in self._positive]
+        values = [(part, part.coordinates(part.parameter.detach().double()), part.slopes()) for part in self._values]
         with torch.no_grad():
-            for parameter, *_ in begun:
+            for part, _, slopes in values:
+                if part.parameter.grad is not None:
+                    part.parameter.grad /= slopes
+            for parameter in [*(parameter for parameter, *_ in begun), *(part.parameter for part in self._values)]:
                 parameter.zero_()  # beside a large value float32 would round the move away
             self._optimizer.step()
             for parameter, raw, stretch in begun:
                 parameter.copy_(raw + stretch * parameter)
+            for part, coordinates, _ in values:
+                moved = (coordinates + part.parameter).reshape(-1).clamp(*part.bounds())
+                part.parameter.copy_(part.user_values(moved.reshape(coordinates.shape)))
 
     def _num_data(self) -> int:
         if self._batches is None:
