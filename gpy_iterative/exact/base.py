@@ -17,7 +17,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_autocast, check_instance
-from gpy_iterative.errors import VarianceWarning, warn
+from gpy_iterative.errors import DataWarning, VarianceWarning, warn
 from gpy_iterative.exact.control_variate import MOST_INPUTS, ControlVariate
 from gpy_iterative.exact.estimates import (
     DensityEstimate,
@@ -194,7 +194,17 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             rank, num_neighbours: see `PathwisePosterior`.
 
         Cost: one product; after a change of hyperparameters one solve with one column.
+
+        Warns:
+            DataWarning: the model has another likelihood, so another noise.
         """
+        if self.model.likelihood is not self.likelihood:
+            warn(
+                "The model has another likelihood than this marginal log likelihood (BoTorch's relevance pursuit replaces "
+                "it), and the posterior has the noise of the latter. For the model's noise make a new marginal log "
+                "likelihood with model.likelihood, or PathwisePosterior(model, model.likelihood).",
+                DataWarning,
+            )
         solutions = self._run.parts.get("warm_start")
         self._caches.clear()  # the posterior keeps tiles of its own
         posterior = PathwisePosterior(

@@ -12,7 +12,7 @@ from gpytorch.likelihoods import GaussianLikelihood
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.errors import ConvergenceWarning, DataWarning
 from gpy_iterative.exact.prediction import training_solves
 from gpy_iterative.exact.prediction.projection import ProjectionRecipe
 from gpy_iterative.exact.prediction.training_solves import prediction_solver
@@ -520,3 +520,12 @@ def test_a_grid_without_bounds_stays_that_of_the_training_inputs(exact_below: in
         torch.testing.assert_close(case.model(x).mean, expected.mean)
         torch.testing.assert_close(posterior(x).mean, expected.mean)
     assert kernel.grid_is_dynamic
+
+
+def test_a_model_whose_likelihood_was_replaced_warns() -> None:
+    """As BoTorch's relevance pursuit does in a fit: the posterior silently had the noise of its last trial."""
+    case = CASES["matern-3/2"]()
+    mll = HutchinsonMarginalLogLikelihood(case.likelihood, case.model)
+    case.model.likelihood = copy.deepcopy(case.likelihood)
+    with pytest.warns(DataWarning, match="The model has another likelihood"):
+        mll.posterior()
