@@ -20,6 +20,13 @@ class PathwisePredictionStrategy:
     def __init__(self, posterior: "PathwisePosterior") -> None:
         self._posterior = posterior
 
+    def __getattr__(self, name: str) -> Any:
+        """AttributeError with advice, for models that read GPyTorch's caches (BoTorch's HigherOrderGP)."""
+        raise AttributeError(
+            f"GPyTorch's prediction strategy may have {name!r}, that of an iterative posterior has not: model.train(); "
+            "model.eval() restores GPyTorch's own dense predictions."
+        )
+
     @property
     def train_shape(self) -> Size:
         """Shape of one member's targets, [n] or [n, T]."""

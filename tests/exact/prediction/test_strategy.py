@@ -1,5 +1,6 @@
 """The strategy inside GPyTorch's and BoTorch's own machinery."""
 
+import copy
 import warnings
 
 import gpytorch
@@ -99,3 +100,12 @@ def test_prediction_at_the_training_inputs_warns_as_ever() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PathwisePosterior(case.model, case.likelihood)(case.x)
+
+
+def test_a_model_that_reads_gpytorchs_caches_is_told_what_to_do() -> None:
+    """BoTorch's HigherOrderGP does."""
+    case = CASES["matern-3/2"]()
+    PathwisePosterior(case.model, case.likelihood).install()
+    with pytest.raises(AttributeError, match=r"'lik_train_train_covar'.*model\.train\(\); model\.eval\(\) restores"):
+        _ = case.model.prediction_strategy.lik_train_train_covar
+    assert not hasattr(copy.copy(case.model.prediction_strategy), "mean_cache")
