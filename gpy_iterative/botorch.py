@@ -35,13 +35,19 @@ def fit_average_information(
     Args:
         mll: of this package, for a BoTorch model.
         closure: None; another raises ValueError, as no closure gives the curvature.
-        progress, options: of `gpy_iterative.fit`, as in `optimizer_kwargs={"max_steps": 20}`.
+        progress, options: of `gpy_iterative.fit`, as in `optimizer_kwargs={"max_steps": 20}`. SciPy's "options", which
+            BoTorch's relevance pursuit passes, raise ValueError.
 
     Returns:
         BoTorch's result. After an OptimizationWarning (stagnated fit) BoTorch draws new initial hyperparameters.
     """
     if closure is not None:
         raise ValueError("fit_average_information evaluates the mll itself: leave closure= and closure_kwargs= out.")
+    if "options" in options:
+        raise ValueError(
+            "fit_average_information takes no options of SciPy, which BoTorch's relevance pursuit passes: give max_steps "
+            "in optimizer_kwargs, and fit a RobustRelevancePursuitSingleTaskGP without optimizer=."
+        )
     result = fit(mll, progress=progress, **options)
     if result.status is FitStatus.STAGNATED:
         warn(result.status.advice, OptimizationWarning)

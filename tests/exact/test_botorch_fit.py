@@ -111,6 +111,8 @@ def test_results_of_average_information() -> None:
     assert done.fval == pytest.approx(-exact_value(model), abs=1e-6)
     with pytest.raises(ValueError, match="leave closure="):
         fit.fit_gpytorch_mll(mll, closure=lambda: None, optimizer=paths.fit_average_information)
+    with pytest.raises(ValueError, match="no options of SciPy"):
+        paths.fit_average_information(mll, options={"maxiter": 200})
 
 
 def test_model_list_ends_where_gpytorch_ends() -> None:
