@@ -10,6 +10,7 @@ from linear_operator.operators import (
     BlockInterleavedLinearOperator,
     ConstantMulLinearOperator,
     DenseLinearOperator,
+    DiagLinearOperator,
     KroneckerProductLinearOperator,
     RootLinearOperator,
     SumLinearOperator,
@@ -77,12 +78,11 @@ def interleaved() -> LinearOperator:
     )
 
 
-def kronecker() -> LinearOperator:
+def kronecker(points: LinearOperator | None = None) -> LinearOperator:
     """Three tasks at seven points."""
-    points, tasks = (
-        DenseLinearOperator(torch.exp(-torch.cdist(x, x))) for x in (inputs(7, 3).double(), inputs(3, 2).double())
-    )
-    return KroneckerProductLinearOperator(points, tasks)
+    x, tasks = inputs(7, 3).double(), inputs(3, 2).double()
+    points = RadialKernelLinearOperator(x, torch.tensor(1.7).double(), function=RBF) if points is None else points
+    return KroneckerProductLinearOperator(points, DenseLinearOperator(torch.exp(-torch.cdist(tasks, tasks))))
 
 
 OPERATORS: dict[str, Callable[[], LinearOperator]] = {
@@ -95,6 +95,11 @@ OPERATORS: dict[str, Callable[[], LinearOperator]] = {
     "constant": lambda: ConstantMulLinearOperator(dense_operator(), torch.tensor(0.3).double()),
     "interleaved": interleaved,
     "kronecker": kronecker,
+    "kronecker, noise of tasks": lambda: kronecker(DiagLinearOperator(torch.linspace(0.1, 0.5, 7).double())),
+    "kronecker of three": lambda: KroneckerProductLinearOperator(
+        DenseLinearOperator(torch.eye(1).double()), *kronecker().linear_ops
+    ),
+    "diagonal": lambda: DiagLinearOperator(torch.linspace(0.1, 0.5, N).double()),
     "noisy": lambda: NoisyLinearOperator(radial(), torch.linspace(0.1, 0.5, N).double()),
     "noisy sum": lambda: NoisyLinearOperator(
         SumLinearOperator(
