@@ -8,7 +8,8 @@ S = I is Hutchinson's estimator; an S near H has less variance. For fixed draws,
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from linear_operator import LinearOperator
@@ -25,6 +26,7 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiag
 from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchia, has_neighbours
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky, PivotedCholeskyFactor
 from gpy_iterative.preconditioners.preconditioner import SampledPreconditioner
+from gpy_iterative.preconditioners.task_noise import WhitenedTasks, build_whitened
 from gpy_iterative.preconditioners.vecchia import Vecchia
 from gpy_iterative.random_numbers import integers, normal
 from gpy_iterative.spectral.densities import Draws, draws_under
@@ -126,7 +128,7 @@ class Preconditioned(ProbeDistribution):
     def draw(
         self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
-        factor = self.recipe.build(operator, correct_diagonal=self.correct_diagonal, generator=generator)
+        factor = self._built(operator, generator=generator)
         return {
             "pivots": factor.pivots,
             "base": random_signs(operator, factor.num_signs, self.num_probes, generator),
@@ -135,13 +137,17 @@ class Preconditioned(ProbeDistribution):
     @divided()
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
         known = others.covariance if others is not None else None
-        factor = self.recipe.build(
+        known = known.inner if isinstance(known, WhitenedTasks) else known
+        factor = self._built(
             operator,
             pivots=draws["pivots"],
-            correct_diagonal=self.correct_diagonal,
             known=known if isinstance(known, PivotedCholeskyFactor) else None,
         )
         return Probes(*factor.sample(draws["base"]), factor)
+
+    def _built(self, operator: LinearOperator, **options: Any) -> Any:
+        build = partial(self.recipe.build, correct_diagonal=self.correct_diagonal, **options)
+        return build_whitened(build, operator)
 
 
 @dataclass(frozen=True, kw_only=True)

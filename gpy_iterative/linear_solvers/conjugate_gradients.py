@@ -4,6 +4,7 @@ Gardner et al. 2018; Diaz et al. 2023 (random pivots); Lin et al. 2024, algorith
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -15,6 +16,7 @@ from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, Solv
 from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
+from gpy_iterative.preconditioners.task_noise import build_whitened
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class ConjugateGradients(IterativeSolver[_State]):
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         preconditioner, setup = inputs.preconditioner, 0.0
         if preconditioner is None and self.preconditioner is not None:
-            preconditioner = self.preconditioner.build(operator, generator=inputs.generator)
+            build = partial(self.preconditioner.build, generator=inputs.generator)
+            preconditioner = build_whitened(build, operator)
             setup = preconditioner.build_epochs
         directions = ConjugateDirections.begin(iterate.residual, preconditioner)
         return _State(directions=directions, setup=setup, preconditioner=preconditioner)

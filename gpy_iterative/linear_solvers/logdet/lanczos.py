@@ -15,6 +15,7 @@ from gpy_iterative.linear_solvers.base import is_negative
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, SampledPreconditioner
+from gpy_iterative.preconditioners.task_noise import WhitenedTasks
 from gpy_iterative.worker_threads import divided
 
 #: Upper (Gauss) and lower (Gauss-Radau) bounds on u^T log(M) u [*b, s].
@@ -175,12 +176,7 @@ class LogDeterminantQuadrature:
         self._size, self._tolerance, self._positions = probes.shape[-2], tolerance, positions
         self._most = min(max(max_iterations, LEAST_PRODUCTS), self._size)
         self._end: tuple[_Found, BracketPositions] | None = None
-        # Pivoted Cholesky and Nystrom factors have K >= L L^T, so H >= L L^T + noise >= min(noise / d) P.
-        self._floor: Tensor | None = None
-        if isinstance(operator, NoisyLinearOperator) and isinstance(
-            preconditioner, NystromFactor | PivotedCholeskyFactor
-        ):
-            self._floor = (operator.noise / preconditioner.diagonal).amin(-1)
+        self._floor = _floor(operator, preconditioner)
         self._num_signs = self._size
         if isinstance(preconditioner, SampledPreconditioner):
             self._num_signs = preconditioner.num_signs
@@ -314,3 +310,19 @@ def _quadratures(
     weights, radau_weights = (found[..., 0, :].square() for found in (vectors, radau_vectors))
     rules = weights * upper, radau_weights * lower, weights * upper.square()
     return [rule.sum(-1).to(beta.dtype) for rule in rules], values[..., 0]
+
+
+def _floor(operator: LinearOperator, preconditioner: Preconditioner) -> Tensor | None:
+    """A lower bound of P^-1 H's eigenvalues, if known.
+
+    Pivoted Cholesky and Nystrom factors have K >= L L^T, so H >= L L^T + noise >= min(noise / d) P.
+    """
+    if isinstance(preconditioner, WhitenedTasks):
+        preconditioner, noise = preconditioner.inner, 1.0
+    elif isinstance(operator, NoisyLinearOperator):
+        noise = operator.noise
+    else:
+        return None
+    if not isinstance(preconditioner, NystromFactor | PivotedCholeskyFactor):
+        return None
+    return (noise / preconditioner.diagonal).amin(-1)

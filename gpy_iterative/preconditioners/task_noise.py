@@ -1,0 +1,121 @@
+"""Preconditioners for noise that is correlated between tasks: H = sum_k K_k x B_k + I x N, N [T, T] the noise of a datum.
+
+With N = R R^T, the system (I x R)^-1 H (I x R)^-T has independent noise of variance 1, for which recipes are made.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Self
+
+import torch
+from linear_operator import LinearOperator, to_dense, to_linear_operator
+from linear_operator.operators import ConstantDiagLinearOperator, KroneckerProductLinearOperator, SumLinearOperator
+from torch import Tensor
+
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.preconditioners.preconditioner import Preconditioner, SampledPreconditioner
+
+
+class WhitenedTasks(SampledPreconditioner):
+    """(I x R) S (I x R)^T.
+
+    Args:
+        inner: S, of the whitened system.
+        root: R [*b, T, T].
+        num_points: size of I.
+    """
+
+    def __init__(self, inner: SampledPreconditioner, root: Tensor, num_points: int) -> None:
+        self.inner, self.root, self.num_points = inner, root, num_points
+        self._inverse = torch.linalg.inv(root)
+        self.build_epochs, self.num_signs, self.jitter = inner.build_epochs, inner.num_signs, inner.jitter
+
+    @property
+    def pivots(self) -> Tensor:
+        return self.inner.pivots
+
+    @property
+    def smallest(self) -> Tensor:
+        """See `Preconditioner.smallest`."""
+        return self.inner.smallest / torch.linalg.matrix_norm(self._inverse, ord=2).square()
+
+    def __getitem__(self, index: int | tuple[int, ...]) -> Self:
+        return type(self)(self.inner[index], self.root[index], self.num_points)
+
+    def has(self, choices: Mapping[str, Tensor]) -> bool:
+        """See `SampledPreconditioner.has`."""
+        return self.inner.has(choices)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """See `Preconditioner.to`."""
+        return type(self)(self.inner.to(dtype), self.root.to(dtype), self.num_points)
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """See `Preconditioner.solve`."""
+        return _of_tasks(self._inverse.mT, self.inner.solve(_of_tasks(self._inverse, rhs)))
+
+    def logdet(self) -> Tensor:
+        """See `Preconditioner.logdet`."""
+        return self.inner.logdet() + 2 * self.num_points * torch.linalg.slogdet(self.root).logabsdet
+
+    def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:
+        """See `SampledPreconditioner.sample`."""
+        vectors, dual = self.inner.sample(base)
+        return _of_tasks(self.root, vectors), _of_tasks(self._inverse.mT, dual)
+
+
+def build_whitened(
+    build: Callable[[LinearOperator], Preconditioner], operator: LinearOperator
+) -> Preconditioner | WhitenedTasks:
+    """A recipe's preconditioner; that of the whitened system, in the tasks' basis, where noise is correlated."""
+    found = _whitened(operator)
+    if found is None:
+        return build(operator)
+    whitened, root = found
+    inner = build(whitened)
+    if not isinstance(inner, SampledPreconditioner):
+        return build(operator)
+    return WhitenedTasks(inner, root, operator.shape[-1] // root.shape[-1])
+
+
+def with_independent_noise(operator: LinearOperator) -> NoisyLinearOperator | None:
+    """The system, or the whitened one; None where noise has another form."""
+    if isinstance(operator, NoisyLinearOperator):
+        return operator
+    found = _whitened(operator)
+    return None if found is None else found[0]
+
+
+@torch.no_grad()
+def _whitened(operator: LinearOperator) -> tuple[NoisyLinearOperator, Tensor] | None:
+    """The whitened system and R; None for another form, or a singular N."""
+    terms = list(_terms(operator))
+    if not all(isinstance(term, KroneckerProductLinearOperator) and len(term.linear_ops) == 2 for term in terms):
+        return None
+    noises = [term.linear_ops for term in terms if isinstance(term.linear_ops[0], ConstantDiagLinearOperator)]
+    kernels = [term.linear_ops for term in terms if not isinstance(term.linear_ops[0], ConstantDiagLinearOperator)]
+    if not noises or not kernels:
+        return None
+    noise = sum(identity.diag_values.unsqueeze(-1).double() * to_dense(tasks).double() for identity, tasks in noises)
+    root, info = torch.linalg.cholesky_ex(noise)
+    if info.any():
+        return None
+    inverse = torch.linalg.inv(root)
+    within = [(data, inverse @ to_dense(tasks).double() @ inverse.mT) for data, tasks in kernels]
+    parts = [
+        KroneckerProductLinearOperator(data, to_linear_operator(tasks.to(operator.dtype))) for data, tasks in within
+    ]
+    kernel = parts[0] if len(parts) == 1 else SumLinearOperator(*parts)
+    return NoisyLinearOperator(kernel, torch.ones_like(operator.diagonal(dim1=-1, dim2=-2))), root.to(operator.dtype)
+
+
+def _terms(operator: LinearOperator) -> Iterator[LinearOperator]:
+    if isinstance(operator, SumLinearOperator):
+        for part in operator.linear_ops:
+            yield from _terms(part)
+    else:
+        yield operator
+
+
+def _of_tasks(matrix: Tensor, vectors: Tensor) -> Tensor:
+    """(I x matrix) vectors, for [*b, T, T] and [*b, n T, s]."""
+    return (matrix.unsqueeze(-3) @ vectors.unflatten(-2, (-1, matrix.shape[-1]))).flatten(-3, -2)
