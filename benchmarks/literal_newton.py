@@ -16,7 +16,7 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
 from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolution, LaplaceSolver, Problem, StepSolver
-from gpy_iterative.laplace.newton.inverse import Subspace
+from gpy_iterative.laplace.newton.newton import Subspace
 from gpy_iterative.linear_solvers.solution import SolveProgress, SolveStats, SolveStatus
 
 #: Absolute and relative residual at which IterGP stops.

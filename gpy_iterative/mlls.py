@@ -8,8 +8,7 @@ from gpy_iterative.features.compositional import CompositionalMarginalLogLikelih
 from gpy_iterative.features.minibatch import MinibatchMarginalLogLikelihood
 from gpy_iterative.features.minimax import MinimaxMarginalLogLikelihood
 from gpy_iterative.features.variational_feature import VariationalFeatureMarginalLogLikelihood
-from gpy_iterative.laplace.mll import LaplaceMarginalLogLikelihood
-from gpy_iterative.laplace.report import LaplaceReport
+from gpy_iterative.laplace.mll import LaplaceMarginalLogLikelihood, LaplaceReport
 from gpy_iterative.quadruply.elbo import QuadruplyStochasticELBO, QuadruplyStochasticReport
 from gpy_iterative.randomized.random_features import FrequencyReport, RFFMarginalLogLikelihood
 from gpy_iterative.randomized.russian_roulette import (

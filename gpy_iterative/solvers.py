@@ -1,7 +1,7 @@
 """Solvers for kernel matrices, and for the mode of Laplace's method."""
 
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
-from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
+from gpy_iterative.laplace.newton.dense import LaplaceCholesky
 from gpy_iterative.laplace.newton.newton import LaplaceNewton
 from gpy_iterative.linear_solvers.accelerated_sketch_and_project import AcceleratedSketchAndProject
 from gpy_iterative.linear_solvers.alternating_projections import AlternatingProjections

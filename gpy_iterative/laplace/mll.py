@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,11 +20,10 @@ from gpy_iterative.laplace.evidence import ObjectiveEstimate, exact_evidence, st
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.model import IterativeLaplaceGP
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
-from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
+from gpy_iterative.laplace.newton.dense import LaplaceCholesky
 from gpy_iterative.laplace.newton.newton import default_laplace_solver
 from gpy_iterative.laplace.prediction.fit import check_targets_fit, observed_data
 from gpy_iterative.laplace.prediction.posterior import LaplacePosterior
-from gpy_iterative.laplace.report import LaplaceReport
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, num_latents
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -31,6 +31,7 @@ from gpy_iterative.linear_operators.tiles.cache import TileCaches
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
+from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Resumable, Run
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.state_description import StateDescription
@@ -41,6 +42,40 @@ from gpy_iterative.worker_threads import CPU
 logger = logging.getLogger(__name__)
 
 Objective = Literal["laplace", "elbo"]
+
+
+@dataclass(frozen=True)
+class LaplaceReport(Report):
+    """One training step of a LaplaceMarginalLogLikelihood.
+
+    Attributes:
+        status: of the mode, the worst solve, or the bound.
+        iterations: Newton steps.
+        epochs, probe_epochs: kernel products for the mode and for the gradient.
+        stationarity: see `LaplaceSolution`.
+        rank: number of actions.
+        value, value_sem: result of `forward`, and its standard error from probes, [].
+        far_field_error: as in `MarginalLogLikelihoodReport`, without exact rows.
+    """
+
+    status: SolveStatus
+    iterations: int
+    epochs: float
+    probe_epochs: float
+    stationarity: float
+    rank: int
+    value: Tensor
+    value_sem: Tensor
+    seconds: float
+    far_field_error: float | None = None
+
+    def __str__(self) -> str:
+        far = "" if self.far_field_error is None else f"; far field to {self.far_field_error:.1g}"
+        return (
+            f"mll {self.value.item():.4f} ± {self.value_sem.item():.1g}; {self.status.name.lower()} after "
+            f"{self.iterations} Newton steps, {self.epochs:.0f} kernel products and {self.probe_epochs:.0f} with probes; "
+            f"relative gradient {self.stationarity:.1g}{far}; {self.seconds:.2f} s"
+        )
 
 
 class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):

@@ -19,7 +19,6 @@ from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import STEP_FLOOR, CurvatureFloor, PointwiseLikelihood
-from gpy_iterative.laplace.newton.inverse import Inverse
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress, SolveStats, SolveStatus
 
@@ -32,6 +31,25 @@ TOLD, UNTOLD = 100, 1e-6
 PATIENCE, LEAST_PROGRESS = 3, 0.01
 
 
+class Inverse:
+    """Q Q^T, what a solver has computed of (K + W^+)^-1: (S^T (K + W^+) S)^-1 between actions S; float64."""
+
+    actions: Tensor  # S [n C, B]
+    images: Tensor  # T = K S
+    root: Tensor  # Q [n C, r]
+    image_of_root: Tensor  # K Q
+
+    @property
+    def rank(self) -> int:
+        """Number of actions, B."""
+        return self.actions.shape[-1]
+
+    def covariance_blocks(self, prior: LatentPrior) -> Tensor:
+        """Blocks [n, C, C] of K - K Q Q^T K."""
+        known = self.image_of_root.view(*prior.mean.shape, -1)
+        return prior.point_blocks().double() - known @ known.mT
+
+
 @dataclass(frozen=True)
 class LaplaceSolution(Solution):
     """The mode of p(f | y), and the computed part of (K + W^+)^-1; float64.
@@ -41,7 +59,7 @@ class LaplaceSolution(Solution):
     Attributes:
         latent: f = m + K v [n, C].
         curvature: W at the mode.
-        inverse: that part: actions S, images K S, transform A, root Q = S A, image_of_root K Q.
+        inverse: that part: actions S, images K S, root Q, image_of_root K Q.
         log_joint: sum log p(y | f) - v^T (f - m) / 2.
     """
 

@@ -15,10 +15,9 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, check_instance
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32, CurvatureFloor
-from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolver, Problem, StepSolver
+from gpy_iterative.laplace.newton.base import Inverse, Iterate, LaplaceSolver, Problem, StepSolver
 from gpy_iterative.laplace.newton.basis import ActionBasis, GalerkinSystem
-from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
-from gpy_iterative.laplace.newton.inverse import Inverse, Subspace
+from gpy_iterative.laplace.newton.dense import LaplaceCholesky
 from gpy_iterative.laplace.newton.preconditioning import LatentFactor, NewtonPreconditioner, latent_factor
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe
 from gpy_iterative.random_numbers import normal
@@ -84,6 +83,23 @@ class LaplaceNewton(LaplaceSolver):
 
 def default_laplace_solver(size: int) -> LaplaceSolver:
     return LaplaceCholesky() if size <= EXACT_LATENTS else LaplaceNewton()
+
+
+@dataclass(frozen=True)
+class Subspace(Inverse):
+    """In the span of few actions."""
+
+    actions: Tensor
+    images: Tensor
+    transform: Tensor  # A [B, r], A A^T = (S^T (K + W^+) S)^-1
+
+    @property
+    def root(self) -> Tensor:
+        return self.actions @ self.transform
+
+    @property
+    def image_of_root(self) -> Tensor:
+        return self.images @ self.transform
 
 
 class _SubspaceSteps(StepSolver):

@@ -11,10 +11,23 @@ from torch import Tensor
 
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.newton.base import LaplaceSolution
-from gpy_iterative.laplace.report import ModeReport
 from gpy_iterative.linear_operators.latent import LatentPrior, num_latents
-from gpy_iterative.linear_solvers.solution import SolveStats
+from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
+from gpy_iterative.training.report import Report
 from gpy_iterative.training.snapshot import ModelSnapshot
+
+
+@dataclass(frozen=True)
+class ModeReport(Report):
+    """The search for a mode; `status`, `stationarity` and `rank` are of the last refinement."""
+
+    status: SolveStatus
+    iterations: int
+    epochs: float
+    num_refinements: int
+    stationarity: float
+    rank: int
+    seconds: float
 
 
 @dataclass(frozen=True)

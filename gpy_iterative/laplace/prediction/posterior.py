@@ -22,14 +22,13 @@ from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.newton import default_laplace_solver
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem
-from gpy_iterative.laplace.prediction.fit import LaplaceFit, check_targets_fit, observed_data
+from gpy_iterative.laplace.prediction.fit import LaplaceFit, ModeReport, check_targets_fit, observed_data
 from gpy_iterative.laplace.prediction.paths import (
     LaplaceSamplePaths,
     PriorFunctions,
     latent_blocks,
     latent_covariance,
 )
-from gpy_iterative.laplace.report import ModeReport
 from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, point_blocks
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.solution import Solution, SolveStatus
