@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from gpytorch import kernels
+from scipy.special import gammaincinv
 from torch import Tensor
 
 from gpy_iterative.linear_operators.radial_inputs import computes_the_same
@@ -125,8 +126,7 @@ class GammaMixture(SpectralDensity):
         return {"normal": normal(dims, count), "uniform": uniform(count)}
 
     def frequencies(self, kernel: kernels.Kernel, draws: Draws) -> Tensor:
-        alpha = kernel.alpha.detach()
-        return draws["normal"] * gamma_quantile(draws["uniform"], alpha).sqrt().unsqueeze(-2)
+        return draws["normal"] * gamma_quantile(draws["uniform"], kernel.alpha).sqrt().unsqueeze(-2)
 
 
 @register_spectral_density(kernels.SpectralMixtureKernel)
@@ -172,13 +172,7 @@ def growth(count: int, uniform: Callable, greatest: float, share: float) -> Tens
 
 
 def gamma_quantile(probability: Tensor, alpha: Tensor) -> Tensor:
-    """Quantiles [*b, count] of Gamma(alpha, rate alpha) for probabilities [count] and alpha [*b, 1], by bisection."""
-    target, shape = probability.double(), alpha.double()
-    target, shape = torch.broadcast_tensors(target, shape)
-    # Below exp(-700) the root is zero; no quantile exceeds exp(50).
-    low, high = torch.full_like(target, -700.0), torch.full_like(target, 50.0)
-    for _ in range(60):  # to 750 / 2^60
-        middle = (low + high) / 2
-        below = torch.special.gammainc(shape, shape * middle.exp()) < target
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return ((low + high) / 2).exp().to(probability.dtype)
+    """Quantiles [*b, count] of Gamma(alpha, rate alpha) for probabilities [count] and alpha [*b, 1], without gradient."""
+    shape = alpha.detach().double()
+    quantile = gammaincinv(shape.cpu().numpy(), probability.double().cpu().numpy())
+    return (torch.as_tensor(quantile, device=shape.device) / shape).to(probability.dtype)
