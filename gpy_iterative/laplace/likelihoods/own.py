@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Poisson
 from torch.nn.functional import logsigmoid
 
-from gpy_iterative.laplace.likelihoods.quadrature import NEGLIGIBLE, graded_rule, log_concave_marginal, normal_nodes
+from gpy_iterative.laplace.likelihoods.quadrature import NEGLIGIBLE, graded_rule, log_concave_marginal, normal_rule
 from gpy_iterative.training.likelihood_forms import computes_as
 
 #: Largest standard deviation for Gauss-Hermite nodes.
@@ -69,8 +69,8 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
 
 def _expected_log_sigmoid(mean: Tensor, variance: Tensor) -> Tensor:
     # Wide distributions: min(f, 0) in closed form, log(1 + exp(-|f|)) by quadrature over |f|.
-    nodes, log_weights = normal_nodes(mean, variance)
-    smooth = (log_weights.exp() * logsigmoid(nodes)).sum(0)
+    nodes, weights = (part.to(mean.device).view(-1, *[1] * mean.dim()) for part in normal_rule(1))
+    smooth = (weights * logsigmoid(mean + variance.sqrt() * nodes)).sum(0)
     deviation = variance.clamp_min(WIDE**2).sqrt()
     ratio = mean / deviation
     kink = mean * torch.special.ndtr(-ratio) - deviation * _normal_density(ratio)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from gpy_iterative.worker_threads import CPU
-
 #: Nodes for one value, and least number for several.
 NUM_QUADRATURE, NUM_NODES = 64, 128
 NUM_HALVINGS = 80
@@ -23,29 +21,15 @@ NUM_DENSE, REACH = 4001, 12.0
 
 
 @cache
-def _nodes() -> tuple[np.ndarray, np.ndarray]:
-    nodes, weights = np.polynomial.hermite_e.hermegauss(NUM_QUADRATURE)
-    return nodes, weights / math.sqrt(2 * math.pi)
-
-
-def normal_nodes(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Gauss-Hermite nodes [64, *shape] of normals [*shape], and log weights [64, 1, ..]."""
-    nodes, weights = (torch.as_tensor(part, dtype=torch.float64, device=mean.device) for part in _nodes())
-    shape = (NUM_QUADRATURE, *[1] * mean.dim())
-    points = mean.double() + variance.double().sqrt() * nodes.view(shape)
-    # Outer weights may underflow, and log(0) makes gradients NaN.
-    return points, weights.clamp_min(torch.finfo(torch.float64).tiny).log().view(shape)
-
-
-@cache
+@torch.inference_mode(False)  # autograd saves them
 def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
     """Nodes [s, C] and weights [s] for z ~ N(0, I) in C dimensions, float64 on the CPU.
 
     64 for C = 1, else at least max(128, 4 C): reflected Sobol nodes, exact for polynomials of degree 3.
     """
     if dimension == 1:
-        nodes, log_weights = normal_nodes(torch.zeros(1, device=CPU), torch.ones(1, device=CPU))
-        return nodes, log_weights.flatten().exp()
+        nodes, weights = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(NUM_QUADRATURE))
+        return nodes.unsqueeze(-1), weights / math.sqrt(2 * math.pi)
     half = NUM_NODES // 2
     while half < 2 * dimension:
         half *= 2
