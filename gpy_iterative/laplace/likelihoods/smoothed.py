@@ -13,10 +13,6 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature, block_eigh, curvature_of_blocks
 from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
-from gpy_iterative.laplace.likelihoods.stock import mixed_blocks, softmax_logits
-
-#: Class probabilities per chunk of points.
-CHUNK_NUMBERS = 2**22
 
 
 class SmoothedLikelihood(PointwiseLikelihood):
@@ -54,17 +50,10 @@ class SmoothedLikelihood(PointwiseLikelihood):
         return total
 
     def _softmax_curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
-        chunk = max(CHUNK_NUMBERS // (len(self._nodes) * self.likelihood.num_classes), 1)
-        parts = []
-        for latent, root in zip(f.split(chunk), self._roots.split(chunk), strict=True):
-            nodes = latent.unsqueeze(-2) + self._nodes @ root  # [*, s, C]; root is symmetric
-            p = torch.softmax(softmax_logits(self.likelihood, nodes).detach(), -1)
-            if not torch.isfinite(p).all():
-                raise NonFiniteError("A class probability is not finite: check the data and the kernel's outputscale.")
-            weights = torch.tensor(self._weights, dtype=p.dtype, device=p.device).unsqueeze(-1)
-            blocks = torch.diag_embed((weights * p).sum(-2)) - (weights * p).mT @ p
-            parts.append(mixed_blocks(self.likelihood, blocks).detach())
-        return curvature_of_blocks(torch.cat(parts), floor=floor.eigenvalue, basis=self.visible_basis.to(f))
+        blocks = self.hessian(f)
+        if not torch.isfinite(blocks).all():
+            raise NonFiniteError("A class probability is not finite: check the data and the kernel's outputscale.")
+        return curvature_of_blocks(blocks, floor=floor.eigenvalue, basis=self.visible_basis.to(f))
 
 
 def symmetric_roots(blocks: Tensor) -> Tensor:
