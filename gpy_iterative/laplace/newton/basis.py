@@ -15,10 +15,10 @@ DEPENDENT, ORTHOGONAL_ENOUGH = 100 * torch.finfo(torch.float64).eps, 0.7
 
 
 class ActionBasis:
-    """S and T [N, B] in a growing buffer, N = `size`."""
+    """S and T [N, B] for N = `size`, in buffers for the most actions that there will be, `capacity`."""
 
     def __init__(self, size: int, capacity: int, like: Tensor) -> None:
-        capacity = max(min(capacity, size), 1)
+        capacity = min(capacity, size)
         empty = lambda *shape: torch.empty(*shape, dtype=torch.float64, device=like.device)
         self._actions, self._images = empty(capacity, size), empty(capacity, size)
         self._gram = empty(capacity, capacity)
@@ -59,7 +59,6 @@ class ActionBasis:
         return rest
 
     def append(self, action: Tensor, image: Tensor) -> None:
-        self._reserve(self.count + 1)
         row = self.images.mT @ action
         self._actions[self.count], self._images[self.count] = action, image
         self._gram[self.count, : self.count], self._gram[: self.count, self.count] = row, row
@@ -67,23 +66,10 @@ class ActionBasis:
         self.count += 1
 
     def replace(self, actions: Tensor, images: Tensor) -> None:
-        self.count = 0
-        self._reserve(actions.shape[-1])
         self.count = actions.shape[-1]
         self._actions[: self.count], self._images[: self.count] = actions.mT, images.mT
         gram = actions.mT @ images
         self._gram[: self.count, : self.count] = (gram + gram.mT) / 2
-
-    def _reserve(self, count: int) -> None:
-        capacity = self._gram.shape[-1]
-        if count <= capacity:
-            return
-        larger = max(2 * capacity, count)
-        actions, images = (kept.new_empty(larger, kept.shape[-1]) for kept in (self._actions, self._images))
-        gram = self._gram.new_empty(larger, larger)
-        actions[: self.count], images[: self.count] = self.actions.mT, self.images.mT
-        gram[: self.count, : self.count] = self.gram
-        self._actions, self._images, self._gram = actions, images, gram
 
 
 class GalerkinSystem:

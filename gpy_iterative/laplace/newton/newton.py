@@ -107,8 +107,9 @@ class _SubspaceSteps(StepSolver):
         self._problem, self._options = problem, options
         self._generator = torch.Generator().manual_seed(0) if problem.generator is None else problem.generator
         self._num_further = options.num_covariance_actions or 0
-        capacity = min(options.max_rank, problem.prior.size) + options.max_inner + 2 + self._num_further
-        self.basis = ActionBasis(problem.prior.size, capacity, problem.mean)
+        known = 0 if problem.initial_solution is None else problem.initial_solution.inverse.rank
+        added = options.max_inner * (1 if options.preconditioner is None else 2) + self._num_further
+        self.basis = ActionBasis(problem.prior.size, max(options.max_rank, known) + added, problem.mean)
         self._factor: LatentFactor | None = None
         self._preconditioner: NewtonPreconditioner | None = None
         if problem.initial_solution is not None:

@@ -186,7 +186,7 @@ def test_recycled_subspaces_are_solved_already(monkeypatch: pytest.MonkeyPatch) 
     residual = rhs - prior.operator.to_dense() @ v - curvature.pinv(v.unsqueeze(-1)).squeeze(-1)
     assert (basis.actions.mT @ residual).abs().max() < 1e-10
     # One by one, as the inner loop does.
-    again = ActionBasis(25, 2, prior.mean)
+    again = ActionBasis(25, 10, prior.mean)
     grown = GalerkinSystem(again, curvature)
     coefficients = torch.zeros(0, dtype=torch.float64)
     for action, image in zip(first.inverse.actions.mT, first.inverse.images.mT, strict=True):
