@@ -18,13 +18,8 @@ class Curvature(ABC):
 
     @property
     @abstractmethod
-    def shape(self) -> tuple[int, int, int]:
-        """Points n, functions C, root columns per point r."""
-
-    @property
     def num_columns(self) -> int:
         """Columns of R, n r."""
-        return self.shape[0] * self.shape[2]
 
     def matmul(self, columns: Tensor) -> Tensor:
         """W x."""
@@ -58,8 +53,8 @@ class DiagonalCurvature(Curvature):
     values: Tensor
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        return len(self.values), 1, 1
+    def num_columns(self) -> int:
+        return len(self.values)
 
     def pinv(self, columns: Tensor) -> Tensor:
         return _inverse(self.values).unsqueeze(-1) * columns
@@ -84,9 +79,8 @@ class BlockCurvature(Curvature):
     eigenvectors: Tensor
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        points, latents, size = self.eigenvectors.shape
-        return points, latents, size
+    def num_columns(self) -> int:
+        return self.eigenvalues.numel()
 
     def pinv(self, columns: Tensor) -> Tensor:
         return self._scaled(columns, _inverse(self.eigenvalues))
@@ -121,9 +115,8 @@ class SoftmaxCurvature(Curvature):
     probabilities: Tensor
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        points, latents = self.probabilities.shape
-        return points, latents, latents
+    def num_columns(self) -> int:
+        return self.probabilities.numel()
 
     def pinv(self, columns: Tensor) -> Tensor:
         centred = self._by_point(self.project(columns)) / self.probabilities.unsqueeze(-1)
