@@ -6,9 +6,8 @@ from gpy_iterative.quadruply.bases.inducing_point_basis import InducingPointBasi
 from gpy_iterative.quadruply.bases.nystrom_basis import NystromBasis
 from gpy_iterative.quadruply.bases.random_fourier_basis import RandomFourierBasis
 from gpy_iterative.quadruply.bases.relevance_vector_basis import RelevanceVectorBasis, prune_relevance_vectors
-from gpy_iterative.quadruply.deferred import DeferredPrediction
 from gpy_iterative.quadruply.feature_weights import FeatureWeights, WeightRows
-from gpy_iterative.quadruply.model import QuadruplyStochasticGP
+from gpy_iterative.quadruply.model import DeferredPrediction, QuadruplyStochasticGP
 from gpy_iterative.quadruply.optimizers import HeadNaturalGradient, QuadruplyStochasticOptimizer
 
 __all__ = [

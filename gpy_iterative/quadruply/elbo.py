@@ -24,9 +24,8 @@ from gpy_iterative.quadruply.data_terms import (
     warn_of_capacity,
     warn_of_omission,
 )
-from gpy_iterative.quadruply.deferred import DeferredPrediction
 from gpy_iterative.quadruply.known_points import KnownPoints, check_entries
-from gpy_iterative.quadruply.model import QuadruplyStochasticGP
+from gpy_iterative.quadruply.model import DeferredPrediction, QuadruplyStochasticGP
 from gpy_iterative.quadruply.optimizers import QuadruplyStochasticOptimizer
 from gpy_iterative.quadruply.samples import KnownValues, Sample, draw_set, twice_divergence
 from gpy_iterative.quadruply.sizes import FEATURE_SAMPLES, TrainingData, group_samples
