@@ -34,11 +34,11 @@ def _kept(compute: Callable[[Any], Found]) -> "cached_property[Found]":
     return cached_property(torch.inference_mode(False)(torch.no_grad()(compute)))
 
 
-@dataclass(frozen=True)
-class DenseKernel:
-    """K [n C, n C] as matrices, in float64. Raises NonFiniteError."""
+class DenseKernel(StepSolver):
+    """K [n C, n C] as matrices in float64, and exact steps. Raises NonFiniteError."""
 
-    operator: LinearOperator
+    def __init__(self, operator: LinearOperator) -> None:
+        self.operator = operator
 
     @_kept
     def joint(self) -> Tensor:
@@ -64,6 +64,14 @@ class DenseKernel:
         if isinstance(curvature, SoftmaxCurvature) and self.by_class is not None:
             return ClassInverse(self, curvature, self.by_class)
         return JointInverse(self, curvature)
+
+    def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
+        # dv = e - P K e with e = g - v: v itself would cancel for a large W.
+        dv = iterate.error - self.inverse(curvature).matmul(self.matmul(iterate.error))
+        return dv, self.matmul(dv)
+
+    def finish(self, iterate: Iterate, curvature: Curvature) -> Inverse:
+        return self.inverse(curvature)
 
 
 @dataclass(frozen=True)
@@ -219,20 +227,6 @@ def _identity_like(factor: CholeskyFactor) -> Tensor:
     return torch.eye(factor.lower.shape[-1], dtype=torch.float64, device=factor.lower.device)
 
 
-class _DenseSteps(StepSolver):
-    """dv = e - P K e with e = g - v: v itself would cancel for a large W."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.kernel = DenseKernel(problem.prior.operator)
-
-    def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
-        dv = iterate.error - self.kernel.inverse(curvature).matmul(self.kernel.matmul(iterate.error))
-        return dv, self.kernel.matmul(dv)
-
-    def finish(self, iterate: Iterate, curvature: Curvature) -> Inverse:
-        return self.kernel.inverse(curvature)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LaplaceCholesky(LaplaceSolver):
     """Newton's method with exact steps: (n C)^3 per step, a few times 8 (n C)^2 bytes.
@@ -249,4 +243,4 @@ class LaplaceCholesky(LaplaceSolver):
     _step_floor: ClassVar[CurvatureFloor] = NO_FLOOR  # a floor slows steps, and these need no W^+
 
     def _step_solver(self, problem: Problem) -> StepSolver:
-        return _DenseSteps(problem)
+        return DenseKernel(problem.prior.operator)
