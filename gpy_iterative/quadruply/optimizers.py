@@ -117,7 +117,7 @@ class NoiseNaturalGradient(_Optimizer):
 
     def step(self, closure: None = None) -> None:
         raw, constraint = self.likelihood.noise_covar.raw_noise, self.likelihood.noise_covar.raw_noise_constraint
-        if raw.grad is None:
+        if raw.grad is None or not self.param_groups[0]["lr"]:  # frozen: not even by rounding
             return
         with torch.enable_grad():
             inner = raw.detach().requires_grad_()
