@@ -6,8 +6,8 @@ from gpy_iterative.exact.prediction.sample_paths import SamplePaths
 from gpy_iterative.exact.prediction.strategy import PathwisePredictionStrategy
 from gpy_iterative.exact.prediction.variance_error import VarianceError
 from gpy_iterative.features.weight_space.posterior import WeightSpacePaths, WeightSpacePosterior
-from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths
-from gpy_iterative.laplace.prediction.posterior import LaplacePosterior, VarianceSplit
+from gpy_iterative.laplace.paths import LaplaceSamplePaths
+from gpy_iterative.laplace.posterior import LaplacePosterior, VarianceSplit
 from gpy_iterative.training.report import Posterior, SolveReport
 
 __all__ = [

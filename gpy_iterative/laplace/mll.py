@@ -18,12 +18,12 @@ from gpy_iterative.exact.validation import check_layers
 from gpy_iterative.laplace.elbo import exact_bound, subspace_bound
 from gpy_iterative.laplace.evidence import ObjectiveEstimate, exact_evidence, stochastic_evidence
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
+from gpy_iterative.laplace.mode import check_targets_fit, observed_data
 from gpy_iterative.laplace.model import IterativeLaplaceGP
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.dense import LaplaceCholesky
 from gpy_iterative.laplace.newton.newton import default_laplace_solver
-from gpy_iterative.laplace.prediction.fit import check_targets_fit, observed_data
-from gpy_iterative.laplace.prediction.posterior import LaplacePosterior
+from gpy_iterative.laplace.posterior import LaplacePosterior
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, num_latents
 from gpy_iterative.linear_operators.products import KernelProducts

@@ -20,8 +20,8 @@ from gpy_iterative.laplace.likelihoods.predictive import (
     predictive_log_probs,
 )
 from gpy_iterative.laplace.newton.base import LaplaceSolver
-from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths
-from gpy_iterative.laplace.prediction.posterior import LaplacePosterior, VarianceSplit
+from gpy_iterative.laplace.paths import LaplaceSamplePaths
+from gpy_iterative.laplace.posterior import LaplacePosterior, VarianceSplit
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress

@@ -13,7 +13,7 @@ import gpy_iterative as gpi
 from gpy_iterative.errors import ConvergenceWarning, NonFiniteError
 from gpy_iterative.laplace.elbo import subspace_bound
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
-from gpy_iterative.laplace.prediction.fit import observed_data
+from gpy_iterative.laplace.mode import observed_data
 from gpy_iterative.linear_operators import KernelProducts, latent_prior
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.mlls import LaplaceMarginalLogLikelihood

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import ConvergenceWarning, NonFiniteError, UnsupportedLikelihoodError
+from gpy_iterative.laplace import posterior as laplace_posterior
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
-from gpy_iterative.laplace.prediction import posterior as laplace_posterior
 from gpy_iterative.mlls import LaplaceMarginalLogLikelihood
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton
 from tests.laplace.cases import Case, Exposed, LaplaceModel, add_constant, case, inputs

@@ -19,11 +19,11 @@ from gpy_iterative.exact.prediction.blocks import product
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
+from gpy_iterative.laplace.mode import LaplaceFit, ModeReport, check_targets_fit, observed_data
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.newton import default_laplace_solver
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem
-from gpy_iterative.laplace.prediction.fit import LaplaceFit, ModeReport, check_targets_fit, observed_data
-from gpy_iterative.laplace.prediction.paths import (
+from gpy_iterative.laplace.paths import (
     LaplaceSamplePaths,
     PriorFunctions,
     latent_blocks,
