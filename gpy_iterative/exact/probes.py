@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from linear_operator import LinearOperator
@@ -128,7 +128,8 @@ class Preconditioned(ProbeDistribution):
     def draw(
         self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
-        factor = self._built(operator, generator=generator)
+        build = partial(self.recipe.build, correct_diagonal=self.correct_diagonal, generator=generator)
+        factor = build(operator) if isinstance(operator, NoisyLinearOperator) else build_whitened(build, operator)
         return {
             "pivots": factor.pivots,
             "base": random_signs(operator, factor.num_signs, self.num_probes, generator),
@@ -138,16 +139,11 @@ class Preconditioned(ProbeDistribution):
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
         known = others.covariance if others is not None else None
         known = known.inner if isinstance(known, WhitenedTasks) else known
-        factor = self._built(
-            operator,
-            pivots=draws["pivots"],
-            known=known if isinstance(known, PivotedCholeskyFactor) else None,
-        )
+        known = known if isinstance(known, PivotedCholeskyFactor) else None
+        options = {"pivots": draws["pivots"], "correct_diagonal": self.correct_diagonal, "known": known}
+        build = partial(self.recipe.build, **options)
+        factor = build(operator) if isinstance(operator, NoisyLinearOperator) else build_whitened(build, operator)
         return Probes(*factor.sample(draws["base"]), factor)
-
-    def _built(self, operator: LinearOperator, **options: Any) -> Any:
-        build = partial(self.recipe.build, correct_diagonal=self.correct_diagonal, **options)
-        return build_whitened(build, operator)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,10 +77,8 @@ def build_whitened(
     return WhitenedTasks(inner, root, operator.shape[-1] // root.shape[-1])
 
 
-def with_independent_noise(operator: LinearOperator) -> NoisyLinearOperator | None:
-    """The system, or the whitened one; None where noise has another form."""
-    if isinstance(operator, NoisyLinearOperator):
-        return operator
+def whitened_tasks(operator: LinearOperator) -> NoisyLinearOperator | None:
+    """The whitened system; None for another form of noise."""
     found = _whitened(operator)
     return None if found is None else found[0]
 

@@ -23,7 +23,7 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import FAR_FIELD_ROWS, KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
-from gpy_iterative.preconditioners.task_noise import with_independent_noise
+from gpy_iterative.preconditioners.task_noise import whitened_tasks
 
 #: Nats that rounding in float32 may move the value of a training step.
 ROUNDING_IN_TRAINING = 0.5
@@ -66,9 +66,10 @@ class TrainingSystem:
 
     def _is_rounded(self, limit: float) -> bool:
         """Whether rounding moves the value by more than `limit` nats, and n is small enough for float64."""
-        if self.operator.dtype == torch.float64 or self.operator.shape[-1] > MOST_ROWS_IN_FLOAT64:
+        operator = self.operator
+        if operator.dtype == torch.float64 or operator.shape[-1] > MOST_ROWS_IN_FLOAT64:
             return False
-        noisy = with_independent_noise(self.operator)
+        noisy = operator if isinstance(operator, NoisyLinearOperator) else whitened_tasks(operator)
         return noisy is not None and bool((noisy.rounding() > limit).any())
 
     def _in_float64(self) -> "TrainingSystem":

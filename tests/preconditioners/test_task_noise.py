@@ -15,7 +15,7 @@ from torch import Tensor
 import gpy_iterative as gpi
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusVecchia, Nystrom, PivotedCholesky, RandomlyPivotedCholesky
-from gpy_iterative.preconditioners.task_noise import WhitenedTasks, build_whitened, with_independent_noise
+from gpy_iterative.preconditioners.task_noise import WhitenedTasks, build_whitened, whitened_tasks
 from gpy_iterative.solvers import ConjugateGradients
 from tests.exact.gaussian_models import MultitaskRegression
 
@@ -54,7 +54,7 @@ def built(rank: int = 30, **options: int) -> WhitenedTasks:
 @pytest.mark.parametrize("options", [{}, {"num_kernels": 2}, {"variance": 3.0}])
 def test_the_whitened_system_has_noise_of_one(options: dict[str, float]) -> None:
     operator = system(**options)
-    noisy = with_independent_noise(operator)
+    noisy = whitened_tasks(operator)
     assert noisy is not None
     assert torch.equal(noisy.noise, torch.ones(POINTS * TASKS).double())
     root = torch.block_diag(*[built(**options).root] * POINTS)
@@ -107,19 +107,14 @@ def test_conjugate_gradients_take_few_iterations(recipe: gpi.preconditioners.Pre
         SumLinearOperator(DenseLinearOperator(kernel(0.3)), DenseLinearOperator(kernel(0.7))),
         system(noise=torch.ones(TASKS, TASKS).double()),
         SumLinearOperator(*system(num_kernels=2).linear_ops[0].linear_ops),
+        NoisyLinearOperator(DenseLinearOperator(kernel(0.3)), torch.ones(POINTS).double()),
     ],
-    ids=["a matrix", "a sum", "singular noise", "no noise"],
+    ids=["a matrix", "a sum", "singular noise", "no noise", "independent noise"],
 )
 def test_other_systems(operator: LinearOperator) -> None:
-    assert with_independent_noise(operator) is None
+    assert whitened_tasks(operator) is None
     recipe = PivotedCholesky(rank=5)
     assert not isinstance(build_whitened(recipe.build, operator), WhitenedTasks)
-
-
-def test_independent_noise_needs_no_basis() -> None:
-    operator = NoisyLinearOperator(DenseLinearOperator(kernel(0.3)), torch.ones(POINTS).double())
-    assert with_independent_noise(operator) is operator
-    assert not isinstance(build_whitened(PivotedCholesky(rank=5).build, operator), WhitenedTasks)
 
 
 @pytest.mark.parametrize("solver", [ConjugateGradients(), gpi.solvers.AlternatingProjections(block_size=101)])

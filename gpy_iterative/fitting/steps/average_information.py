@@ -10,10 +10,11 @@ from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
 from gpy_iterative.fitting.steps.curvature import NOISE_SAMPLES, Curvature, average_information, gradient_noise
 from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, conjugate_gradients
 from gpy_iterative.linear_solvers.solution import SolveStatus
-from gpy_iterative.preconditioners.task_noise import with_independent_noise
+from gpy_iterative.preconditioners.task_noise import whitened_tasks
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.training_system import num_training_data
 from gpy_iterative.worker_threads import CPU
@@ -172,5 +173,6 @@ def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
 
 
 def rounding_error(evaluation: Evaluation) -> Tensor:
-    noisy = with_independent_noise(evaluation.system.operator)
+    operator = evaluation.system.operator
+    noisy = operator if isinstance(operator, NoisyLinearOperator) else whitened_tasks(operator)
     return torch.zeros((), dtype=torch.float64, device=CPU) if noisy is None else noisy.rounding().sum().cpu()

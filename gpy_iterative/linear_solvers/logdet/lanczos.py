@@ -176,7 +176,13 @@ class LogDeterminantQuadrature:
         self._size, self._tolerance, self._positions = probes.shape[-2], tolerance, positions
         self._most = min(max(max_iterations, LEAST_PRODUCTS), self._size)
         self._end: tuple[_Found, BracketPositions] | None = None
-        self._floor = _floor(operator, preconditioner)
+        # Pivoted Cholesky and Nystrom factors have K >= L L^T, so H >= L L^T + noise >= min(noise / d) P.
+        factor, noise = preconditioner, operator.noise if isinstance(operator, NoisyLinearOperator) else None
+        if isinstance(factor, WhitenedTasks):
+            factor, noise = factor.inner, 1.0
+        self._floor: Tensor | None = None
+        if noise is not None and isinstance(factor, NystromFactor | PivotedCholeskyFactor):
+            self._floor = (noise / factor.diagonal).amin(-1)
         self._num_signs = self._size
         if isinstance(preconditioner, SampledPreconditioner):
             self._num_signs = preconditioner.num_signs
@@ -310,19 +316,3 @@ def _quadratures(
     weights, radau_weights = (found[..., 0, :].square() for found in (vectors, radau_vectors))
     rules = weights * upper, radau_weights * lower, weights * upper.square()
     return [rule.sum(-1).to(beta.dtype) for rule in rules], values[..., 0]
-
-
-def _floor(operator: LinearOperator, preconditioner: Preconditioner) -> Tensor | None:
-    """A lower bound of P^-1 H's eigenvalues, if known.
-
-    Pivoted Cholesky and Nystrom factors have K >= L L^T, so H >= L L^T + noise >= min(noise / d) P.
-    """
-    if isinstance(preconditioner, WhitenedTasks):
-        preconditioner, noise = preconditioner.inner, 1.0
-    elif isinstance(operator, NoisyLinearOperator):
-        noise = operator.noise
-    else:
-        return None
-    if not isinstance(preconditioner, NystromFactor | PivotedCholeskyFactor):
-        return None
-    return (noise / preconditioner.diagonal).amin(-1)
