@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from linear_operator import LinearOperator, to_linear_operator
@@ -9,7 +9,8 @@ from gpy_iterative.exact.prediction.blocks import as_columns, converted, dense, 
 from gpy_iterative.exact.prediction.projection import GalerkinProjection, Projection
 from gpy_iterative.linear_operators.extensions import native_precision
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.solution import SolveStatus, warn_of
+from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveStatus, warn_of
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.training.training_system import TrainingSystem
 
 #: Relative residual; the variance's error is of second order in it.
@@ -69,7 +70,7 @@ def solved_variance(
     """k(x, x) - k_x^T H^-1 k_x [*b, t] from one block solve; too large if it ends after `enough` epochs.
 
     k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T R^+ k' for k' = k_x - H A A^T k_x and R = H - H A A^T H, which has far smaller
-    eigenvalues than H. The tolerance is relative to k'.
+    eigenvalues than H. The tolerance is relative to k', or to what the variance resolves.
     """
     if not isinstance(projection, GalerkinProjection) or projection.local is None:  # k' is only rounding
         return projection.variance(prior_variance, to_linear_operator(test_train))
@@ -79,10 +80,32 @@ def solved_variance(
     like, columns = columns, as_columns(columns, system.operator)
     coefficients = basis.mT @ columns.to(basis.dtype)
     rest = columns - projection.local.product @ coefficients
+    known = coefficients.square().sum(-2)
+    prior = as_columns(prior_variance.unsqueeze(-2), columns).squeeze(-2)
+    norms = torch.linalg.vector_norm(rest, dim=-2).clamp_min(torch.finfo(rest.dtype).tiny)
+    allowed = _resolved_residuals(system.operator, prior, known) / norms
+    rest = rest.masked_fill((allowed >= 1).unsqueeze(-2), 0.0)
+    tolerances = allowed.clamp(TOLERANCE, 1.0).reshape(system.batch_shape.numel(), rest.shape[-1]).amin(0).tolist()
+    groups = [ColumnGroup(f"point {number}", 1, tolerance) for number, tolerance in enumerate(tolerances)]
     operator = SumLinearOperator(native_precision(system.operator), RootLinearOperator(projection.local.product) * -1)
     solver = ConjugateGradients(tolerance=TOLERANCE, preconditioner=None, max_epochs=enough or MAX_EPOCHS)
-    solution = solver.solve(operator, rest)
+    solution = solver.solve(operator, rest, groups=groups)
     if solution.status is not SolveStatus.CONVERGED and enough is None:
-        warn_of(f"The solve of variance_error (tolerance {TOLERANCE})", solution.status, solution.stats, rest.dtype)
-    explained = coefficients.square().sum(-2) + ((rest + solution.residual) * solution.value).sum(-2)
+        stats = replace(solution.stats, residual_norms={"points": max(solution.stats.residual_norms.values())})
+        # R was indefinite, by rounding, and not H.
+        status = SolveStatus.STAGNATED if solution.status is SolveStatus.INDEFINITE else solution.status
+        warn_of(f"The solve of variance_error (tolerance {TOLERANCE})", status, stats, rest.dtype)
+    explained = known + ((rest + solution.residual) * solution.value).sum(-2)
     return prior_variance - from_columns(explained.unsqueeze(-2), like[..., :1, :]).squeeze(-2)
+
+
+def _resolved_residuals(operator: LinearOperator, prior_variance: Tensor, known: Tensor) -> Tensor:
+    """Norms [*b, t] of residuals r that change a variance by less than it resolves: R^+ is at most 1 / noise.
+
+    R is singular up to rounding: solves for less would not end, and take it for an indefinite matrix.
+    """
+    noise = kernel_and_noise(operator)[2]
+    if noise is None:
+        return torch.zeros_like(prior_variance)
+    rounding = torch.finfo(prior_variance.dtype).eps * prior_variance
+    return (rounding.maximum(TOLERANCE**2 * (prior_variance - known)) * noise.amin(-1, keepdim=True)).sqrt()
