@@ -160,13 +160,15 @@ def stochastic_estimate(
     )
     log_determinant = quadrature.finished()
     weights, solved = solution.value[..., 0], solution.value[..., 1:]
-    # The residual makes its error of second order in the solver's.
-    quadratic = (weights * (residual + solution.residual[..., 0])).sum(-1)
+    # The residual r makes its error of second order in the solver's, r^T H^-1 r, and P tells about that.
+    missed, rest = solution.residual[..., :1], logdet_probes.covariance
+    second = (missed * (torch.zeros_like(missed) if rest is None else rest.solve(missed))).sum((-2, -1))
+    quadratic = (weights * (residual + missed.squeeze(-1))).sum(-1) + second
     coefficients = rhs.new_full((1 + num_probes,), -0.5 / num_probes)
     coefficients[0] = 0.5
     estimate = DensityEstimate(
         value=-0.5 * (quadratic + log_determinant.mean + residual.shape[-1] * math.log(2 * math.pi)),
-        value_sem=0.5 * log_determinant.sem,
+        value_sem=0.5 * torch.hypot(log_determinant.sem, second),
         weights=weights,
         left=coefficients * solution.value,
         right=torch.cat([weights.unsqueeze(-1), solved if probes.dual is None else probes.dual], dim=-1),

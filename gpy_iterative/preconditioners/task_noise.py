@@ -1,6 +1,7 @@
 """Preconditioners for noise that is correlated between tasks: H = sum_k K_k x B_k + I x N, N [T, T] the noise of a datum.
 
-With N = R R^T, the system (I x R)^-1 H (I x R)^-T has independent noise of variance 1, for which recipes are made.
+With N = R R^T, the system (I x R)^-1 H (I x R)^-T has independent noise of variance 1, for which recipes are made. Systems
+with missing targets, jitter or other Kronecker products are not recognised.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +9,12 @@ from typing import Self
 
 import torch
 from linear_operator import LinearOperator, to_dense, to_linear_operator
-from linear_operator.operators import ConstantDiagLinearOperator, KroneckerProductLinearOperator, SumLinearOperator
+from linear_operator.operators import (
+    ConstantDiagLinearOperator,
+    ConstantMulLinearOperator,
+    KroneckerProductLinearOperator,
+    SumLinearOperator,
+)
 from torch import Tensor
 
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
@@ -86,32 +92,42 @@ def whitened_tasks(operator: LinearOperator) -> NoisyLinearOperator | None:
 @torch.no_grad()
 def _whitened(operator: LinearOperator) -> tuple[NoisyLinearOperator, Tensor] | None:
     """The whitened system and R; None for another form, or a singular N."""
-    terms = list(_terms(operator))
-    if not all(isinstance(term, KroneckerProductLinearOperator) and len(term.linear_ops) == 2 for term in terms):
+    noises, kernels = [], []
+    for term, scale in _terms(operator, 1.0):
+        if not isinstance(term, KroneckerProductLinearOperator) or len(term.linear_ops) != 2:
+            return None
+        points, tasks = term.linear_ops[0], scale * to_dense(term.linear_ops[1]).double()
+        if isinstance(points, ConstantDiagLinearOperator):
+            noises.append(points.diag_values.unsqueeze(-1).double() * tasks)
+        else:
+            kernels.append((points, tasks))
+    if not (noises and kernels) or any(
+        tasks.shape[-1] != noises[0].shape[-1] for tasks in noises + [b for _, b in kernels]
+    ):
         return None
-    noises = [term.linear_ops for term in terms if isinstance(term.linear_ops[0], ConstantDiagLinearOperator)]
-    kernels = [term.linear_ops for term in terms if not isinstance(term.linear_ops[0], ConstantDiagLinearOperator)]
-    if not noises or not kernels:
-        return None
-    noise = sum(identity.diag_values.unsqueeze(-1).double() * to_dense(tasks).double() for identity, tasks in noises)
-    root, info = torch.linalg.cholesky_ex(noise)
+    root, info = torch.linalg.cholesky_ex(sum(noises))
     if info.any():
         return None
     inverse = torch.linalg.inv(root)
-    within = [(data, inverse @ to_dense(tasks).double() @ inverse.mT) for data, tasks in kernels]
     parts = [
-        KroneckerProductLinearOperator(data, to_linear_operator(tasks.to(operator.dtype))) for data, tasks in within
+        KroneckerProductLinearOperator(points, to_linear_operator((inverse @ tasks @ inverse.mT).to(operator.dtype)))
+        for points, tasks in kernels
     ]
     kernel = parts[0] if len(parts) == 1 else SumLinearOperator(*parts)
     return NoisyLinearOperator(kernel, torch.ones_like(operator.diagonal(dim1=-1, dim2=-2))), root.to(operator.dtype)
 
 
-def _terms(operator: LinearOperator) -> Iterator[LinearOperator]:
+def _terms(operator: LinearOperator, scale: Tensor | float) -> Iterator[tuple[LinearOperator, Tensor | float]]:
+    """The terms of a sum, and their factors."""
     if isinstance(operator, SumLinearOperator):
         for part in operator.linear_ops:
-            yield from _terms(part)
+            yield from _terms(part, scale)
+    elif isinstance(operator, ConstantMulLinearOperator):
+        constant = operator._constant
+        constant = constant[..., None, None] if constant.numel() > 1 else constant.reshape(())
+        yield from _terms(operator.base_linear_op, scale * constant.double())
     else:
-        yield operator
+        yield operator, scale
 
 
 def _of_tasks(matrix: Tensor, vectors: Tensor) -> Tensor:

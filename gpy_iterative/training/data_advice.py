@@ -15,6 +15,7 @@ from torch import Tensor
 from gpy_iterative.errors import DataWarning, warn
 from gpy_iterative.linear_operators.extensions import dense_rows, sum_terms
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
+from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
@@ -61,7 +62,11 @@ def warn_of_latent_model(model: Any) -> None:
     inputs, targets = model.train_inputs, model.train_targets
     if not inputs or targets is None or len(targets) < 2:
         return
-    copy, likelihood = evaluation_copies(model, model.likelihood)  # a forward pass may change layers
+    # A forward pass in training mode changes layers, as BatchNorm.
+    copies = ModuleCopies(own=("_parameters", "_buffers"), apart=True, tensor=torch.Tensor.clone)
+    copy, likelihood = evaluation_copies(model, model.likelihood, copies)
+    for copied, own in zip(copy.modules(), model.modules(), strict=True):
+        copied.training = own.training or not model.training
     prior = prior_at(copy, list(inputs))
     kernel = to_linear_operator(kernel_operator(prior.lazy_covariance_matrix, KernelProducts(far_field=None)))
     _warn(_equal_terms(kernel), _inputs_of_another_scale(kernel, inputs))

@@ -64,8 +64,8 @@ class MarginalLogLikelihoodReport(Report):
         residual_targets: true relative residual norm of `H a = y - mean`; of a truncated series' unweighted sum.
         residual_probes: the same for probes (largest, or mean with `stopping="mean"`); None for Cholesky.
         value: [*b], log marginal likelihood with priors and added loss terms, per datum.
-        value_sem: [*b], its standard error with the quadrature's estimated error; with many rows up to ten times too
-            large. 0 for Cholesky, NaN if unknown (random features, a single probe, `value=None`).
+        value_sem: [*b], its standard error with estimated errors of quadrature and solve; with many rows up to ten times
+            too large. 0 for Cholesky, NaN if unknown (random features, a single probe, `value=None`).
         seconds: of the forward pass.
         truncation: of random truncation methods.
         probe_jitter: of frozen pivots or `Vecchia` blocks, relative to the largest variance; it raises the gradient's

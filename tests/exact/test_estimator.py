@@ -241,3 +241,18 @@ def test_values_of_targets_far_from_zero() -> None:
     found = mll(case.model(case.x), case.y)
     assert (found - expected).abs() <= 4 * mll.report.value_sem
     assert mll.report.value_sem <= 0.05
+
+
+def test_the_preconditioner_tells_what_a_loose_solve_leaves_out() -> None:
+    """Here it is the system itself, so the value is exact after one iteration."""
+    case = CASES["matern-3/2"]()
+    size = len(case.y)
+    recipe = gpi.preconditioners.PivotedCholesky(rank=size)
+    solver = gpi.solvers.ConjugateGradients(tolerance=0.5, stopping="mean", preconditioner=None)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=solver, generator=0)
+    mll.logdet_probes = dataclasses.replace(mll.logdet_probes, recipe=recipe)
+    value = mll(case.model(case.x), case.y)
+    assert mll.report is not None
+    assert mll.report.residual_targets > 0.1
+    torch.testing.assert_close(value, exact(case)[0], rtol=0, atol=1e-5)
+    assert 1e-4 < mll.report.value_sem < 1

@@ -6,7 +6,7 @@ from typing import Any
 import gpytorch
 import pytest
 import torch
-from gpytorch.constraints import GreaterThan, Interval, Positive
+from gpytorch.constraints import GreaterThan, Interval, LessThan, Positive
 from gpytorch.priors import GammaPrior, LKJCovariancePrior, LogNormalPrior, NormalPrior, UniformPrior
 
 import gpy_iterative as gpi
@@ -72,6 +72,13 @@ def test_adam_moves_a_value_without_a_transform_by_its_coordinate(constraint: In
         assert result.status is FitStatus.CONVERGED
         found[method] = result.history[-1].value
     assert found["adam"] == pytest.approx(found["average_information"], abs=0.5 / 80)
+
+
+def test_adam_moves_a_value_with_an_upper_bound_only_as_it_is() -> None:
+    mll = regression(40)
+    mll.model.mean_module = gpytorch.means.ConstantMean(constant_constraint=LessThan(5.0, transform=None)).double()
+    gpi.fit(mll, method="adam", max_steps=1, progress=False)
+    assert mll.model.mean_module.constant.abs().item() == pytest.approx(0.1)
 
 
 def test_adam_holds_a_value_without_a_transform_at_its_bound() -> None:

@@ -6,6 +6,7 @@ import torch
 from linear_operator import LinearOperator
 from linear_operator.operators import (
     ConstantDiagLinearOperator,
+    ConstantMulLinearOperator,
     DenseLinearOperator,
     KroneckerProductLinearOperator,
     SumLinearOperator,
@@ -61,6 +62,15 @@ def test_the_whitened_system_has_noise_of_one(options: dict[str, float]) -> None
     torch.testing.assert_close(root @ noisy.to_dense() @ root.mT, operator.to_dense())
 
 
+def test_multiples() -> None:
+    kernel, noise = system().linear_ops
+    scaled = whitened_tasks(SumLinearOperator(ConstantMulLinearOperator(kernel, torch.tensor(3.0).double()), noise))
+    plain = whitened_tasks(system())
+    assert scaled is not None
+    assert plain is not None
+    torch.testing.assert_close(scaled.kernel.to_dense(), 3 * plain.kernel.to_dense())
+
+
 def test_it_is_a_low_rank_plus_the_noise() -> None:
     found, noise = built(), of_tasks(9, 0.05) / 50
     root = torch.block_diag(*[found.root] * POINTS)
@@ -108,8 +118,14 @@ def test_conjugate_gradients_take_few_iterations(recipe: gpi.preconditioners.Pre
         system(noise=torch.ones(TASKS, TASKS).double()),
         SumLinearOperator(*system(num_kernels=2).linear_ops[0].linear_ops),
         NoisyLinearOperator(DenseLinearOperator(kernel(0.3)), torch.ones(POINTS).double()),
+        SumLinearOperator(
+            KroneckerProductLinearOperator(
+                DenseLinearOperator(torch.eye(20).double()), DenseLinearOperator(torch.eye(2 * TASKS).double())
+            ),
+            system().linear_ops[1],
+        ),
     ],
-    ids=["a matrix", "a sum", "singular noise", "no noise", "independent noise"],
+    ids=["a matrix", "a sum", "singular noise", "no noise", "independent noise", "other factors"],
 )
 def test_other_systems(operator: LinearOperator) -> None:
     assert whitened_tasks(operator) is None

@@ -204,6 +204,14 @@ def test_no_rows_and_no_columns() -> None:
         warn_of_latent_model(Latent(x[:, :0], y, gpytorch.likelihoods.StudentTLikelihood()))
 
 
+def test_a_fit_without_columns() -> None:
+    x, y = standardised(20, 3)
+    model = Regression(x[:, :0], y, gpytorch.likelihoods.GaussianLikelihood(), ScaleKernel(RBFKernel()))
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model.to(x), generator=0)
+    with pytest.warns(DataWarning, match="All training inputs are equal"):
+        assert gpi.fit(mll, progress=False).status is gpi.fitting.FitStatus.CONVERGED
+
+
 def test_one_class() -> None:
     x, y = standardised()
     model = gpi.models.IterativeLaplaceGP(x, torch.ones_like(y), gpi.likelihoods.LogitBernoulliLikelihood())
@@ -230,6 +238,27 @@ def test_inputs_of_another_scale_without_gaussian_noise(scale: float) -> None:
     mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
     with pytest.warns(DataWarning, match="standardise (the|columns 0, 1, 2 of the) inputs"):
         gpi.fit(mll, max_steps=1, progress=False)
+
+
+class Normalised(Latent):
+    """Its kernel sees inputs that a layer standardises, with the batch's statistics in training."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, likelihood: gpytorch.likelihoods.Likelihood) -> None:
+        super().__init__(x, y, likelihood)
+        self.layer = torch.nn.BatchNorm1d(x.shape[-1], affine=False).to(x)
+
+    def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return super().forward(self.layer(x))
+
+
+def test_inputs_that_a_layer_standardises() -> None:
+    x, y = standardised(100, 3)
+    model = Normalised(1e3 * x, (y > 0).to(y), gpi.likelihoods.LogitBernoulliLikelihood())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_latent_model(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])

@@ -134,6 +134,8 @@ class _Radial(DirectionalProduct):
         x1 = self.operator.x1.detach()
         squares = x1.double().square().sum(-2).clamp_min(torch.finfo(torch.float64).tiny)
         rates = ((moved.double() * x1).sum(-2) / squares).to(x1)
+        if not moved.numel():
+            return rates
         is_scale = (moved - x1 * rates.unsqueeze(-2)).abs().max() <= ROUNDING * moved.abs().max()
         return rates if is_scale else None
 
