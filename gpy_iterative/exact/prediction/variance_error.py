@@ -85,8 +85,8 @@ def solved_variance(
     norms = torch.linalg.vector_norm(rest, dim=-2).clamp_min(torch.finfo(rest.dtype).tiny)
     allowed = _resolved_residuals(system.operator, prior, known) / norms
     rest = rest.masked_fill((allowed >= 1).unsqueeze(-2), 0.0)
-    tolerances = allowed.clamp(TOLERANCE, 1.0).reshape(system.batch_shape.numel(), rest.shape[-1]).amin(0).tolist()
-    groups = [ColumnGroup(f"point {number}", 1, tolerance) for number, tolerance in enumerate(tolerances)]
+    least = allowed.clamp(TOLERANCE, 1.0).reshape(allowed.shape[:-1].numel(), allowed.shape[-1]).amin(0)
+    groups = [ColumnGroup(f"point {number}", 1, tolerance) for number, tolerance in enumerate(least.tolist())]
     operator = SumLinearOperator(native_precision(system.operator), RootLinearOperator(projection.local.product) * -1)
     solver = ConjugateGradients(tolerance=TOLERANCE, preconditioner=None, max_epochs=enough or MAX_EPOCHS)
     solution = solver.solve(operator, rest, groups=groups)
