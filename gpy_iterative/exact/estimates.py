@@ -160,9 +160,10 @@ def stochastic_estimate(
     )
     log_determinant = quadrature.finished()
     weights, solved = solution.value[..., 0], solution.value[..., 1:]
-    # The residual r makes its error of second order in the solver's, r^T H^-1 r, and P tells about that.
-    missed, rest = solution.residual[..., :1], logdet_probes.covariance
-    second = (missed * (torch.zeros_like(missed) if rest is None else rest.solve(missed))).sum((-2, -1))
+    # The residual r makes its error of second order in the solver's: r^T H^-1 r, which P estimates.
+    missed, covariance = solution.residual[..., :1], logdet_probes.covariance
+    assert covariance is not None
+    second = (missed * covariance.solve(missed)).sum((-2, -1))
     quadratic = (weights * (residual + missed.squeeze(-1))).sum(-1) + second
     coefficients = rhs.new_full((1 + num_probes,), -0.5 / num_probes)
     coefficients[0] = 0.5

@@ -17,9 +17,8 @@ from gpy_iterative.fitting.loops import AdamLoop, CurvatureLoop, Loop
 from gpy_iterative.fitting.result import FitResult, HistoryRow
 from gpy_iterative.fitting.steps.adam import AdamSteps, Batches
 from gpy_iterative.fitting.steps.average_information import AverageInformation
-from gpy_iterative.fitting.steps.quasi_newton import QuasiNewton
+from gpy_iterative.fitting.steps.quasi_newton import HasExactValues, QuasiNewton
 from gpy_iterative.fitting.subsets import check_subsets, initialize_from_subsets
-from gpy_iterative.laplace.mll import LaplaceMarginalLogLikelihood
 from gpy_iterative.training.data_advice import warn_of_data, warn_of_latent_model, warn_of_model
 from gpy_iterative.training.progress import Progress, check_progress
 from gpy_iterative.training.run import Resumable, make_generator
@@ -168,7 +167,7 @@ def _loop(
 def _warn_of_data(mll: Any, params: Sequence[Any]) -> None:
     if isinstance(mll, GaussianMarginalLogLikelihood):
         warn_of_data(mll.model, mll.likelihood, system_now(mll, params))
-    elif isinstance(mll, LaplaceMarginalLogLikelihood):
+    elif isinstance(mll, HasExactValues):  # Laplace's
         warn_of_latent_model(mll.model)
     else:
         warn_of_model(mll.model)

@@ -37,7 +37,7 @@ from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholes
 #: With a far field neighbours matter most, and blocks [n, rank] are limited.
 RANK, NUM_NEIGHBOURS = 1024, 128
 FAR_FIELD_RANKS, FAR_FIELD_ENTRIES = (64, 256), 2**24
-#: Rows, and columns of a product, at a time: a product takes memory for four times its columns.
+#: Rows, and columns of a product, at a time; a product takes memory for up to four times its columns.
 CHUNK = 4096
 COLUMNS = 512
 
