@@ -38,12 +38,10 @@ def _read_lines(path: Path) -> list[list[str]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             text = file.read()  # a pipe can be read only once
-        readers = {
-            delimiter: csv.reader(io.StringIO(text, newline=""), delimiter=delimiter) for delimiter in DELIMITERS
-        }
-        headers = {delimiter: next(filter(None, reader), []) for delimiter, reader in readers.items()}
+        lines_by = lambda delimiter: csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        headers = {delimiter: next(filter(None, lines_by(delimiter)), []) for delimiter in DELIMITERS}
         delimiter = max(DELIMITERS, key=lambda each: len(headers[each]))
-        lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        lines = lines_by(delimiter)
         if len(headers[delimiter]) == 1:  # an empty line is an empty cell
             lines = (line or [""] for line in lines)
         found = [[cell.strip() for cell in line] for line in lines if line]

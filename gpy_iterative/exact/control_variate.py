@@ -59,7 +59,7 @@ class ControlVariate:
         if operator.batch_shape:
             return None
         first = torch.zeros(1, dtype=torch.long, device=operator.device)
-        is_simple = all(isinstance(term, TiledLinearOperator) for term in sum_terms(operator.kernel[first, :]))
+        is_simple = all(isinstance(term, TiledLinearOperator) for term, _ in sum_terms(operator.kernel[first, :]))
         return cls(probes.vectors, dual, covariance) if is_simple and _most_inputs(operator) <= MOST_INPUTS else None
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class _System:
 
 
 def _most_inputs(operator: NoisyLinearOperator) -> int:
-    inputs = [kernel_inputs(term) for term in sum_terms(operator.kernel)]
+    inputs = [kernel_inputs(term) for term, _ in sum_terms(operator.kernel)]
     return max(points.shape[-1] for points in inputs if points is not None)
 
 

@@ -129,7 +129,7 @@ class Preconditioned(ProbeDistribution):
         self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
         build = partial(self.recipe.build, correct_diagonal=self.correct_diagonal, generator=generator)
-        factor = build(operator) if isinstance(operator, NoisyLinearOperator) else build_whitened(build, operator)
+        factor = build_whitened(build, operator)
         return {
             "pivots": factor.pivots,
             "base": random_signs(operator, factor.num_signs, self.num_probes, generator),

@@ -46,6 +46,11 @@ class Coordinate:
         support = support_of(module, parameter, values)
         return cls(_shown_name(name), parameter, constraint, _kind(constraint), support)
 
+    @property
+    def has_transform(self) -> bool:
+        """Whether the raw parameter is not the value itself."""
+        return self.constraint is not None and self.constraint.enforced
+
     def names(self) -> list[str]:
         shape = [size for size in self.parameter.shape if size > 1]
         if not shape:

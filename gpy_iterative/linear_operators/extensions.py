@@ -38,9 +38,7 @@ def _by_parts(operation: Callable[Operation, Tensor]) -> Callable[Operation, Ten
         if isinstance(operator, SumLinearOperator):
             return sum(asked(part, *given, **named) for part in operator.linear_ops)
         if isinstance(operator, ConstantMulLinearOperator):
-            constant = operator._constant
-            constant = constant[..., None, None] if constant.numel() > 1 else constant.reshape(())
-            return constant * asked(operator.base_linear_op, *given, **named)
+            return _factor(operator) * asked(operator.base_linear_op, *given, **named)
         return operation(operator, *given, **named)
 
     return asked
@@ -150,7 +148,7 @@ def kernel_inputs(operator: LinearOperator) -> Tensor | None:
     """The kernel's inputs over its lengthscales, [n, d]; those of a sum are concatenated."""
     if hasattr(operator, "kernel_inputs"):
         return operator.kernel_inputs()
-    terms = [term.kernel_inputs() for term in sum_terms(operator) if hasattr(term, "kernel_inputs")]
+    terms = [term.kernel_inputs() for term, _ in sum_terms(operator) if hasattr(term, "kernel_inputs")]
     found = [inputs for inputs in terms if inputs is not None]
     return torch.cat(found, dim=-1) if found else None
 
@@ -194,15 +192,23 @@ def whole_points(index: Any, repeats: int, size: int) -> Any:
     return slice(start // repeats, stop // repeats)
 
 
-def sum_terms(operator: LinearOperator) -> Iterator[LinearOperator]:
-    """The terms of sums and multiples, without factors."""
+def sum_terms(
+    operator: LinearOperator, factor: Tensor | float = 1.0
+) -> Iterator[tuple[LinearOperator, Tensor | float]]:
+    """The terms of sums and multiples, and their factors."""
     if isinstance(operator, ConstantMulLinearOperator):
-        yield from sum_terms(operator.base_linear_op)
+        yield from sum_terms(operator.base_linear_op, factor * _factor(operator))
     elif isinstance(operator, SumLinearOperator):
         for part in operator.linear_ops:
-            yield from sum_terms(part)
+            yield from sum_terms(part, factor)
     else:
-        yield operator
+        yield operator, factor
+
+
+def _factor(operator: ConstantMulLinearOperator) -> Tensor:
+    """The constant, [*b, 1, 1] or []."""
+    constant = operator._constant
+    return constant[..., None, None] if constant.numel() > 1 else constant.reshape(())
 
 
 def all_parts(operator: LinearOperator) -> Iterator[LinearOperator]:

@@ -93,13 +93,6 @@ class NoisyLinearOperator(LinearOperator):
         noise = self.noise.double()
         return ((self.kernel._diagonal() + noise) / noise).mean(-1)
 
-    def rounding(self) -> Tensor:
-        """Error of -2 log N(y; 0, H) from rounding K, [*b].
-
-        A relative error eps of K's entries changes eigenvalues as small as the noise by eps K_ii / noise.
-        """
-        return torch.finfo(self.dtype).eps * self.shape[-1] * self.signal_to_noise()
-
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
         """See `extensions.rows_matmul`."""
         return rows_matmul(self.kernel, rows, rhs) + self.noise[rows].unsqueeze(-1) * rhs[rows]
@@ -139,3 +132,13 @@ class NoisyLinearOperator(LinearOperator):
         if not self.noise.requires_grad:
             return (*kernel, None)
         return (*kernel, weights.diagonal(dim1=-2, dim2=-1).sum_to_size(self.noise.shape))
+
+
+def kernel_and_noise(operator: LinearOperator) -> tuple[LinearOperator, Tensor, Tensor | None]:
+    """K [*b, n, n], its diagonal, and the noise [*b, n] if any."""
+    noisy = isinstance(operator, NoisyLinearOperator)
+    kernel = operator.kernel if noisy else operator
+    if kernel.shape != operator.shape:
+        kernel = kernel.expand(operator.shape)
+    diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
+    return kernel, diagonal, operator.noise.detach().expand(diagonal.shape) if noisy else None

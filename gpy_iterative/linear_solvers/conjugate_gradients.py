@@ -12,7 +12,6 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_instance
-from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
@@ -86,9 +85,7 @@ class ConjugateGradients(IterativeSolver[_State]):
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         preconditioner, setup = inputs.preconditioner, 0.0
         if preconditioner is None and self.preconditioner is not None:
-            build = partial(self.preconditioner.build, generator=inputs.generator)
-            is_noisy = isinstance(operator, NoisyLinearOperator)
-            preconditioner = build(operator) if is_noisy else build_whitened(build, operator)
+            preconditioner = build_whitened(partial(self.preconditioner.build, generator=inputs.generator), operator)
             setup = preconditioner.build_epochs
         directions = ConjugateDirections.begin(iterate.residual, preconditioner)
         return _State(directions=directions, setup=setup, preconditioner=preconditioner)

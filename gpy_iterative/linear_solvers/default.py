@@ -23,7 +23,7 @@ def default_solver(operator: LinearOperator) -> Solver:
     if operator.shape[-1] <= EXACT_BELOW:
         return Cholesky()
     kernel = operator.kernel if isinstance(operator, NoisyLinearOperator) else operator
-    if not any(isinstance(term, TiledLinearOperator) for term in sum_terms(kernel)):
+    if not any(isinstance(term, TiledLinearOperator) for term, _ in sum_terms(kernel)):
         return ConjugateGradients()
     if far_field_error(kernel) is not None:
         return conjugate_gradients()

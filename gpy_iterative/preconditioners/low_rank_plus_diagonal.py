@@ -10,7 +10,6 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.preconditioners.preconditioner import PreconditionerRecipe, SampledPreconditioner
 
 #: Columns up to which a transposed product is faster.
@@ -155,13 +154,3 @@ class LowRankRecipe(PreconditionerRecipe):
 
     @abstractmethod
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> LowRankPlusDiagonal: ...
-
-
-def kernel_and_noise(operator: LinearOperator) -> tuple[LinearOperator, Tensor, Tensor | None]:
-    """K [*b, n, n], its diagonal, and the noise [*b, n] if any."""
-    noisy = isinstance(operator, NoisyLinearOperator)
-    kernel = operator.kernel if noisy else operator
-    if kernel.shape != operator.shape:
-        kernel = kernel.expand(operator.shape)
-    diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
-    return kernel, diagonal, operator.noise.detach().expand(diagonal.shape) if noisy else None

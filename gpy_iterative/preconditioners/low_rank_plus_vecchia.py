@@ -17,11 +17,11 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, kernel_inputs
-from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator, kernel_and_noise
 from gpy_iterative.linear_operators.radial.functions import RBF
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, kernel_and_noise
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky, plus_diagonal
 from gpy_iterative.preconditioners.preconditioner import PreconditionerRecipe, SampledPreconditioner
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky

@@ -11,7 +11,8 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe, NystromFactor, kernel_and_noise
+from gpy_iterative.linear_operators.noisy import kernel_and_noise
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe, NystromFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import factor_on
 from gpy_iterative.random_numbers import normal
 

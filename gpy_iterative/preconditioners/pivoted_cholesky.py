@@ -17,7 +17,8 @@ from torch import Tensor
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import dense_rows
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, LowRankRecipe, kernel_and_noise
+from gpy_iterative.linear_operators.noisy import kernel_and_noise
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, LowRankRecipe
 from gpy_iterative.random_numbers import uniform
 from gpy_iterative.worker_threads import CPU
 

@@ -4,19 +4,15 @@ With N = R R^T, the system (I x R)^-1 H (I x R)^-T has independent noise of vari
 with missing targets, jitter or other Kronecker products are not recognised.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import torch
 from linear_operator import LinearOperator, to_dense, to_linear_operator
-from linear_operator.operators import (
-    ConstantDiagLinearOperator,
-    ConstantMulLinearOperator,
-    KroneckerProductLinearOperator,
-    SumLinearOperator,
-)
+from linear_operator.operators import ConstantDiagLinearOperator, KroneckerProductLinearOperator, SumLinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators.extensions import sum_terms
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, SampledPreconditioner
 
@@ -93,10 +89,10 @@ def whitened_tasks(operator: LinearOperator) -> NoisyLinearOperator | None:
 def _whitened(operator: LinearOperator) -> tuple[NoisyLinearOperator, Tensor] | None:
     """The whitened system and R; None for another form, or a singular N."""
     noises, kernels = [], []
-    for term, scale in _terms(operator, 1.0):
+    for term, factor in sum_terms(operator):
         if not isinstance(term, KroneckerProductLinearOperator) or len(term.linear_ops) != 2:
             return None
-        points, tasks = term.linear_ops[0], scale * to_dense(term.linear_ops[1]).double()
+        points, tasks = term.linear_ops[0], factor * to_dense(term.linear_ops[1]).double()
         if isinstance(points, ConstantDiagLinearOperator):
             noises.append(points.diag_values.unsqueeze(-1).double() * tasks)
         else:
@@ -114,20 +110,8 @@ def _whitened(operator: LinearOperator) -> tuple[NoisyLinearOperator, Tensor] | 
         for points, tasks in kernels
     ]
     kernel = parts[0] if len(parts) == 1 else SumLinearOperator(*parts)
-    return NoisyLinearOperator(kernel, torch.ones_like(operator.diagonal(dim1=-1, dim2=-2))), root.to(operator.dtype)
-
-
-def _terms(operator: LinearOperator, scale: Tensor | float) -> Iterator[tuple[LinearOperator, Tensor | float]]:
-    """The terms of a sum, and their factors."""
-    if isinstance(operator, SumLinearOperator):
-        for part in operator.linear_ops:
-            yield from _terms(part, scale)
-    elif isinstance(operator, ConstantMulLinearOperator):
-        constant = operator._constant
-        constant = constant[..., None, None] if constant.numel() > 1 else constant.reshape(())
-        yield from _terms(operator.base_linear_op, scale * constant.double())
-    else:
-        yield operator, scale
+    root = root.to(operator.dtype)
+    return NoisyLinearOperator(kernel, root.new_ones(operator.shape[:-1])), root
 
 
 def _of_tasks(matrix: Tensor, vectors: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ def _equal_terms(kernel: LinearOperator) -> Iterator[str]:
 
 
 def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) -> Iterator[str]:
-    terms = list(sum_terms(kernel))
+    terms = [term for term, _ in sum_terms(kernel)]
     inputs = [
         term.x1[(0,) * (term.x1.dim() - 2)]
         for term in terms

@@ -66,11 +66,20 @@ class TrainingSystem:
 
     def _is_rounded(self, limit: float) -> bool:
         """Whether rounding moves the value by more than `limit` nats, and n is small enough for float64."""
-        operator = self.operator
-        if operator.dtype == torch.float64 or operator.shape[-1] > MOST_ROWS_IN_FLOAT64:
+        if self.operator.dtype == torch.float64 or self.operator.shape[-1] > MOST_ROWS_IN_FLOAT64:
             return False
+        return bool((self.rounding() > limit).any())
+
+    def rounding(self) -> Tensor:
+        """Error of -2 log N(y; 0, H) from rounding K, [*b]; zero where noise has an unknown form.
+
+        A relative error eps of K's entries changes eigenvalues as small as the noise by eps K_ii / noise.
+        """
+        operator = self.operator
         noisy = operator if isinstance(operator, NoisyLinearOperator) else whitened_tasks(operator)
-        return noisy is not None and bool((noisy.rounding() > limit).any())
+        if noisy is None:
+            return self.residual.new_zeros((), dtype=torch.float64)
+        return torch.finfo(operator.dtype).eps * operator.shape[-1] * noisy.signal_to_noise()
 
     def _in_float64(self) -> "TrainingSystem":
         """Warns where rounding remains in matrices that GPyTorch has evaluated in float32."""

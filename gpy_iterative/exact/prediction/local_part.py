@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.linear_operators.extensions import kernel_inputs
+from gpy_iterative.linear_operators.noisy import kernel_and_noise
 from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.preconditioners.neighbours import Tree
 from gpy_iterative.worker_threads import run
 

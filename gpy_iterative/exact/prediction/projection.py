@@ -29,9 +29,8 @@ from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.exact.prediction.local_part import LocalPart, Neighbours
 from gpy_iterative.linear_operators.extensions import far_field_error
-from gpy_iterative.linear_operators.tiles.tiles import blocks as blocks_of
+from gpy_iterative.linear_operators.noisy import kernel_and_noise
 from gpy_iterative.linear_solvers.cholesky import ADVICE, CholeskyFactor
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
 #: With a far field neighbours matter most, and blocks [n, rank] are limited.
@@ -214,8 +213,8 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
     basis = torch.linalg.qr(factor).Q.contiguous()
     del factor
     product = torch.empty_like(basis)
-    for columns in blocks_of(basis.shape[-1], COLUMNS):
-        product[:, columns] = operator._matmul(basis[:, columns].contiguous())
+    for columns, found in zip(basis.split(COLUMNS, dim=-1), product.split(COLUMNS, dim=-1), strict=True):
+        found.copy_(operator._matmul(columns.contiguous()))
     gram = torch.zeros(basis.shape[-1], basis.shape[-1], dtype=torch.float64, device=basis.device)
     for left, right in zip(basis.split(CHUNK), product.split(CHUNK), strict=True):
         gram += left.mT.double() @ right.double()

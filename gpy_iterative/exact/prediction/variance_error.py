@@ -8,9 +8,9 @@ from torch import Tensor
 from gpy_iterative.exact.prediction.blocks import as_columns, converted, dense, from_columns, row_block, row_group
 from gpy_iterative.exact.prediction.projection import GalerkinProjection, Projection
 from gpy_iterative.linear_operators.extensions import native_precision
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveStatus, warn_of
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.training.training_system import TrainingSystem
 
 #: Relative residual; the variance's error is of second order in it.
@@ -104,8 +104,7 @@ def _resolved_residuals(operator: LinearOperator, prior_variance: Tensor, known:
 
     R is singular up to rounding: solves for less would not end, and take it for an indefinite matrix.
     """
-    noise = kernel_and_noise(operator)[2]
-    if noise is None:
+    if not isinstance(operator, NoisyLinearOperator):
         return torch.zeros_like(prior_variance)
     rounding = torch.finfo(prior_variance.dtype).eps * prior_variance
-    return (rounding.maximum(TOLERANCE**2 * (prior_variance - known)) * noise.amin(-1, keepdim=True)).sqrt()
+    return (rounding.maximum(TOLERANCE**2 * (prior_variance - known)) * operator.noise.amin(-1, keepdim=True)).sqrt()

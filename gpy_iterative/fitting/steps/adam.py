@@ -50,10 +50,9 @@ class AdamSteps:
             raise TypeError(f"batches must be a list or a DataLoader, got {batches!r}.")
         if batches is not None and iter(batches) is batches:
             raise ValueError("batches= is an iterator, which can be read only once: pass a list or a DataLoader.")
-        constrained = [part for part in Coordinates(mll).parts if part.constraint is not None]
-        bounded = [part for part in constrained if part.kind != "identity"]
-        self._values = [part for part in bounded if not part.constraint.enforced]  # as in BoTorch's models
-        self._positive = [part for part in bounded if part.constraint.enforced and part.kind == "log"]
+        bounded = [part for part in Coordinates(mll).parts if part.kind != "identity"]
+        self._values = [part for part in bounded if not part.has_transform]  # as in BoTorch's models
+        self._positive = [part for part in bounded if part.has_transform and part.kind == "log"]
         to_training_mode(mll, mll.model, mll.likelihood)
         self._params = tuple(params)
         self._taken = 0  # of this pass

@@ -6,15 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
+from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
 from gpy_iterative.fitting.steps.curvature import NOISE_SAMPLES, Curvature, average_information, gradient_noise
 from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point
-from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, conjugate_gradients
 from gpy_iterative.linear_solvers.solution import SolveStatus
-from gpy_iterative.preconditioners.task_noise import whitened_tasks
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.training_system import num_training_data
 from gpy_iterative.worker_threads import CPU
@@ -135,7 +133,8 @@ class AverageInformation(LevenbergMarquardt):
         evaluation = mll.evaluate(prior, model.train_targets, *likelihood_arguments(mll, self._params))
         estimate = evaluation.estimate
         total = evaluation.value.sum() * evaluation.num_data
-        error = torch.hypot(estimate.value_sem.double().square().sum().sqrt().cpu(), rounding_error(evaluation))
+        rounding = evaluation.system.rounding().sum().cpu()
+        error = torch.hypot(estimate.value_sem.double().square().sum().sqrt().cpu(), rounding)
         gradient = coordinates.gradient(total, retain_graph=True)
         value_sem = float(estimate.value_sem.mean()) / evaluation.num_data
         return Point(
@@ -170,9 +169,3 @@ def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
     """
     size = num_training_data(mll.model)
     return mll.solver if mll.solver is not None or size <= EXACT_BELOW else conjugate_gradients()
-
-
-def rounding_error(evaluation: Evaluation) -> Tensor:
-    operator = evaluation.system.operator
-    noisy = operator if isinstance(operator, NoisyLinearOperator) else whitened_tasks(operator)
-    return torch.zeros((), dtype=torch.float64, device=CPU) if noisy is None else noisy.rounding().sum().cpu()
