@@ -12,7 +12,6 @@ from linear_operator.operators import (
     DenseLinearOperator,
     DiagLinearOperator,
     InterpolatedLinearOperator,
-    KroneckerProductLinearOperator,
     RootLinearOperator,
     SumLinearOperator,
 )
@@ -49,28 +48,17 @@ def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
     """operator[rows, :] @ rhs for rhs [n, s]."""
     if isinstance(operator, DiagLinearOperator):
         return operator._diagonal()[rows].unsqueeze(-1) * rhs[rows]
-    if isinstance(operator, KroneckerProductLinearOperator):
-        first, last = _factors(operator)
-        points, position, inner = _points_of(torch.arange(len(rhs), device=rhs.device)[rows], last.shape[-1])
-        found = rows_matmul(first, points, (last @ rhs.unflatten(0, (-1, last.shape[-1]))).flatten(1))
-        return found.unflatten(-1, (last.shape[-1], -1))[position, inner]
     if isinstance(operator, BlockInterleavedLinearOperator):
         base = operator.base_linear_op
         members = base.shape[-3]
-        points, position, inner = _points_of(torch.arange(operator.shape[-2], device=rhs.device)[rows], members)
+        points, position, inner = points_of(torch.arange(operator.shape[-2], device=rhs.device)[rows], members)
         parts = rhs.view(-1, members, rhs.shape[-1]).unbind(1)
         found = torch.stack([rows_matmul(base[member], points, part) for member, part in enumerate(parts)], dim=1)
         return found[position, inner]
     return operator[rows, :] @ rhs
 
 
-def _factors(operator: KroneckerProductLinearOperator) -> tuple[LinearOperator, Tensor]:
-    """K and B of K x B. A slice of a Kronecker product would multiply it by sparse matrices."""
-    *others, last = operator.linear_ops
-    return others[0] if len(others) == 1 else KroneckerProductLinearOperator(*others), to_dense(last)
-
-
-def _points_of(rows: Tensor, repeats: int) -> tuple[Tensor, Tensor, Tensor]:
+def points_of(rows: Tensor, repeats: int) -> tuple[Tensor, Tensor, Tensor]:
     """The points of rows if each has `repeats` rows, and each row's place among them and in its point."""
     points, position = (rows // repeats).unique(return_inverse=True)
     return points, position, rows % repeats
@@ -82,21 +70,12 @@ def columns_matmul(operator: LinearOperator, columns: slice, rhs: Tensor) -> Ten
     start, stop, _ = columns.indices(operator.shape[-1])
     if isinstance(operator, DiagLinearOperator):
         return pad(operator._diagonal()[columns].unsqueeze(-1) * rhs, (0, 0, start, operator.shape[-2] - stop))
-    if isinstance(operator, KroneckerProductLinearOperator):
-        first, last = _factors(operator)
-        size = last.shape[-1]
-        points = slice(start // size, -(-stop // size))
-        whole = pad(rhs, (0, 0, start - points.start * size, points.stop * size - stop)).unflatten(0, (-1, size))
-        return columns_matmul(first, points, (last @ whole).flatten(1)).unflatten(-1, (size, -1)).flatten(0, 1)
     return operator[:, columns] @ rhs
 
 
 @_by_parts
 def principal_block(operator: LinearOperator, block: slice) -> Tensor:
     """operator[block, block], a dense tensor that the caller may overwrite."""
-    if isinstance(operator, KroneckerProductLinearOperator):
-        rows = torch.arange(operator.shape[-1], device=operator.device)[block]
-        return principal_blocks(operator, rows.unsqueeze(0))[0]
     return to_dense(operator[block, block]).clone()
 
 
@@ -105,10 +84,6 @@ def principal_blocks(operator: LinearOperator, rows: Tensor) -> Tensor:
     """operator[rows_i, rows_i] for sets of rows [c, k]: [c, k, k]."""
     if isinstance(operator, InterpolatedLinearOperator):
         return _interpolated_blocks(operator, rows)
-    if isinstance(operator, KroneckerProductLinearOperator):
-        first, last = _factors(operator)
-        tasks = rows % last.shape[-1]
-        return principal_blocks(first, rows // last.shape[-1]) * last[tasks.unsqueeze(-1), tasks.unsqueeze(-2)]
     if isinstance(operator, RootLinearOperator):
         # `_get_indices` would pick two rows of the root for every entry.
         root = dense_rows(operator.root, rows.flatten()).unflatten(0, rows.shape)
@@ -137,10 +112,6 @@ def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
     """operator[..., rows, :] as a dense [*b, len(rows), n]."""
     if isinstance(operator, DenseLinearOperator):
         return operator.tensor.index_select(-2, rows)  # four times as fast as an index
-    if isinstance(operator, KroneckerProductLinearOperator):
-        first, last = _factors(operator)
-        of_tasks = last[..., rows % last.shape[-1], :].unsqueeze(-2)
-        return (dense_rows(first, rows // last.shape[-1]).unsqueeze(-1) * of_tasks).flatten(-2)
     return to_dense(operator[..., rows, :])
 
 

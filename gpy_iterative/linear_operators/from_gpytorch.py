@@ -26,6 +26,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators.extensions import all_parts
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS, evaluated
+from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
@@ -80,6 +81,9 @@ def kernel_operator(
     if isinstance(covariance, ConstantMulLinearOperator):
         return _times(kernel_operator(covariance.base_linear_op, products, caches), covariance._constant)
     covariance = to_linear_operator(covariance)
+    if type(covariance) is KroneckerProductLinearOperator:
+        parts = enumerate(covariance.linear_ops)
+        return KroneckerLinearOperator(*(kernel_operator(part, products, caches.part(str(i))) for i, part in parts))
     if not any(isinstance(part, LazyEvaluatedKernelTensor) for part in all_parts(covariance)):
         return covariance
     read = lambda name, part: (
@@ -137,7 +141,7 @@ def operator_of_kernel(
         tasks = to_linear_operator(kernel.task_covar_module.covar_matrix)
         if tasks.shape[-1] == 1:  # linear_operator would call view() on a product that is not contiguous
             return _times(data, tasks.to_dense()[..., 0, 0])
-        return KroneckerProductLinearOperator(data, tasks)
+        return KroneckerLinearOperator(data, tasks)
     if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
         parts = enumerate(kernel.covar_module_list)
         return _sum([operator_of_kernel(part, x1, x2, products, caches.part(str(i))) for i, part in parts])
@@ -255,7 +259,7 @@ def noisy_operator(
     noise = noise_operator(likelihood, function_dist, *params, **kwargs)
     covariance = function_dist.lazy_covariance_matrix
     if not isinstance(noise, DiagLinearOperator):
-        whole = kernel_operator(covariance, products, caches) + noise
+        whole = kernel_operator(covariance, products, caches) + kernel_operator(noise, products)
         return whole if observed is None else MaskedLinearOperator(whole, observed, observed)
     variances = noise.diagonal(dim1=-1, dim2=-2)
     check_noise(variances)

@@ -9,10 +9,11 @@ from typing import Self
 
 import torch
 from linear_operator import LinearOperator, to_dense, to_linear_operator
-from linear_operator.operators import ConstantDiagLinearOperator, KroneckerProductLinearOperator, SumLinearOperator
+from linear_operator.operators import ConstantDiagLinearOperator, SumLinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.extensions import sum_terms
+from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, SampledPreconditioner
 
@@ -90,7 +91,7 @@ def _whitened(operator: LinearOperator) -> tuple[NoisyLinearOperator, Tensor] | 
     """The whitened system and R; None for another form, or a singular N."""
     noises, kernels = [], []
     for term, factor in sum_terms(operator):
-        if not isinstance(term, KroneckerProductLinearOperator) or len(term.linear_ops) != 2:
+        if not isinstance(term, KroneckerLinearOperator) or len(term.linear_ops) != 2:
             return None
         points, tasks = term.linear_ops[0], factor * to_dense(term.linear_ops[1]).double()
         if isinstance(points, ConstantDiagLinearOperator):
@@ -106,7 +107,7 @@ def _whitened(operator: LinearOperator) -> tuple[NoisyLinearOperator, Tensor] | 
         return None
     inverse = torch.linalg.inv(root)
     parts = [
-        KroneckerProductLinearOperator(points, to_linear_operator((inverse @ tasks @ inverse.mT).to(operator.dtype)))
+        KroneckerLinearOperator(points, to_linear_operator((inverse @ tasks @ inverse.mT).to(operator.dtype)))
         for points, tasks in kernels
     ]
     kernel = parts[0] if len(parts) == 1 else SumLinearOperator(*parts)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from gpytorch import kernels
 from linear_operator import LinearOperator, to_linear_operator
-from linear_operator.operators import KroneckerProductLinearOperator
 
 from gpy_iterative.linear_operators import (
     GenericKernelLinearOperator,
@@ -15,6 +14,7 @@ from gpy_iterative.linear_operators import (
     RadialKernelLinearOperator,
 )
 from gpy_iterative.linear_operators.extensions import matrix_derivative
+from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.latent import latent_operator
 from gpy_iterative.linear_operators.radial.functions import MATERN32
 from tests.linear_operators.radial.test_operator import inputs
@@ -53,7 +53,7 @@ def noise(size: int) -> torch.Tensor:
 
 def kronecker() -> LinearOperator:
     left, right = points(3, 3, seed=2), points(4, 4, seed=3)
-    return KroneckerProductLinearOperator(to_linear_operator(left @ left.mT), to_linear_operator(right @ right.mT))
+    return KroneckerLinearOperator(to_linear_operator(left @ left.mT), to_linear_operator(right @ right.mT))
 
 
 CASES: dict[str, Callable[[], LinearOperator]] = {

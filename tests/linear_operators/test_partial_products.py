@@ -11,7 +11,6 @@ from linear_operator.operators import (
     ConstantMulLinearOperator,
     DenseLinearOperator,
     DiagLinearOperator,
-    KroneckerProductLinearOperator,
     RootLinearOperator,
     SumLinearOperator,
 )
@@ -27,6 +26,7 @@ from gpy_iterative.linear_operators import (
     rows_matmul,
 )
 from gpy_iterative.linear_operators.extensions import kernel_inputs, principal_blocks
+from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN32, RBF
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles import tiles as tiles_module
@@ -82,7 +82,7 @@ def kronecker(points: LinearOperator | None = None) -> LinearOperator:
     """Three tasks at seven points."""
     x, tasks = inputs(7, 3).double(), inputs(3, 2).double()
     points = RadialKernelLinearOperator(x, torch.tensor(1.7).double(), function=RBF) if points is None else points
-    return KroneckerProductLinearOperator(points, DenseLinearOperator(torch.exp(-torch.cdist(tasks, tasks))))
+    return KroneckerLinearOperator(points, DenseLinearOperator(torch.exp(-torch.cdist(tasks, tasks))))
 
 
 OPERATORS: dict[str, Callable[[], LinearOperator]] = {
@@ -96,7 +96,7 @@ OPERATORS: dict[str, Callable[[], LinearOperator]] = {
     "interleaved": interleaved,
     "kronecker": kronecker,
     "kronecker, noise of tasks": lambda: kronecker(DiagLinearOperator(torch.linspace(0.1, 0.5, 7).double())),
-    "kronecker of three": lambda: KroneckerProductLinearOperator(
+    "kronecker of three": lambda: KroneckerLinearOperator(
         DenseLinearOperator(torch.eye(1).double()), *kronecker().linear_ops
     ),
     "diagonal": lambda: DiagLinearOperator(torch.linspace(0.1, 0.5, N).double()),

@@ -8,13 +8,13 @@ from linear_operator.operators import (
     ConstantDiagLinearOperator,
     ConstantMulLinearOperator,
     DenseLinearOperator,
-    KroneckerProductLinearOperator,
     SumLinearOperator,
 )
 from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusVecchia, Nystrom, PivotedCholesky, RandomlyPivotedCholesky
 from gpy_iterative.preconditioners.task_noise import WhitenedTasks, build_whitened, whitened_tasks
 from gpy_iterative.solvers import ConjugateGradients
@@ -36,14 +36,14 @@ def of_tasks(seed: int, least: float) -> Tensor:
 def system(noise: Tensor | None = None, num_kernels: int = 1, variance: float = 1.0) -> LinearOperator:
     noise = of_tasks(9, 0.05) / 50 if noise is None else noise
     terms = [
-        KroneckerProductLinearOperator(
+        KroneckerLinearOperator(
             DenseLinearOperator(kernel(0.3 + 0.4 * number)), DenseLinearOperator(of_tasks(number, 0.1))
         )
         for number in range(num_kernels)
     ]
     identity = ConstantDiagLinearOperator(torch.tensor([variance]).double(), diag_shape=POINTS)
     total = terms[0] if num_kernels == 1 else SumLinearOperator(*terms)
-    return SumLinearOperator(total, KroneckerProductLinearOperator(identity, DenseLinearOperator(noise)))
+    return SumLinearOperator(total, KroneckerLinearOperator(identity, DenseLinearOperator(noise)))
 
 
 def built(rank: int = 30, **options: int) -> WhitenedTasks:
@@ -119,7 +119,7 @@ def test_conjugate_gradients_take_few_iterations(recipe: gpi.preconditioners.Pre
         SumLinearOperator(*system(num_kernels=2).linear_ops[0].linear_ops),
         NoisyLinearOperator(DenseLinearOperator(kernel(0.3)), torch.ones(POINTS).double()),
         SumLinearOperator(
-            KroneckerProductLinearOperator(
+            KroneckerLinearOperator(
                 DenseLinearOperator(torch.eye(20).double()), DenseLinearOperator(torch.eye(2 * TASKS).double())
             ),
             system().linear_ops[1],

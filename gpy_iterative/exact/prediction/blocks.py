@@ -55,7 +55,7 @@ def row_block(operator: LinearOperator, rows: slice) -> LinearOperator:
     """`operator[..., rows, :]`; linear_operator would interpolate the whole matrix."""
     if isinstance(operator, KroneckerProductLinearOperator):
         data, *task = operator.linear_ops
-        return KroneckerProductLinearOperator(row_block(data, _shrunk(rows, row_group(operator))), *task)
+        return type(operator)(row_block(data, _shrunk(rows, row_group(operator))), *task)
     if isinstance(operator, BlockInterleavedLinearOperator):
         base = row_block(operator.base_linear_op, _shrunk(rows, row_group(operator)))
         return BlockInterleavedLinearOperator(base)

@@ -1,7 +1,7 @@
 """Derivatives of a product H a along the coordinates, q_i = (dH/dt_i) a, without the matrices dH/dt_i.
 
-Autograd carries directions to the operator's tensors. From there, radial kernels, their sums, multiples and noise have
-closed forms; other operators use central differences.
+Autograd carries directions to the operator's tensors. From there, radial kernels, sums, multiples, Kronecker products,
+noise and missing data have closed forms; other operators use central differences.
 """
 
 from abc import ABC, abstractmethod
@@ -10,13 +10,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from linear_operator import LinearOperator
-from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
+from linear_operator import LinearOperator, to_dense
+from linear_operator.operators import ConstantMulLinearOperator, MaskedLinearOperator, SumLinearOperator
 from torch import Tensor
 
+from gpy_iterative.exact.prediction.blocks import scatter_rows
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.linear_operators.extensions import in_float64
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
+from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 
@@ -100,6 +102,46 @@ class _Multiple(DirectionalProduct):
         return _sum(scaled, None if constant is None else constant.unsqueeze(-1) * self._base_product)
 
 
+class _Kronecker(DirectionalProduct):
+    """d(K x B) a = dK A B^T + K A dB^T, for A [n, T] of a."""
+
+    def __init__(self, operator: KroneckerLinearOperator, vector: Tensor) -> None:
+        super().__init__(operator, vector)
+        self._by_task = vector.unflatten(-1, (-1, operator.tasks.shape[-1]))
+        mixed = self._by_task @ to_dense(operator.tasks).detach().mT
+        self._points = [directional_product(operator.points, column) for column in mixed.unbind(-1)]
+        # Of the unit vectors, as a batch.
+        unit = torch.eye(operator.tasks.shape[-1], dtype=vector.dtype, device=vector.device)
+        units = unit.view(len(unit), *[1] * len(operator.batch_shape), len(unit))
+        self._tasks = directional_product(operator.tasks, units)
+
+    @cached_property
+    def _point_product(self) -> Tensor:
+        with torch.no_grad():
+            return self.operator.points._matmul(self._by_task)
+
+    def _along(self, tangent: Tangent) -> Tensor | None:
+        size = len(self.operator.points.representation())
+        columns = [product.along(tangent[:size]) for product in self._points]
+        of_points = None if columns[0] is None else torch.stack(columns, dim=-1).flatten(-2)
+        moved = self._tasks.along(tangent[size:])
+        of_tasks = None if moved is None else (self._point_product @ moved.movedim(0, -2)).flatten(-2)
+        return _sum(of_points, of_tasks)
+
+
+class _Masked(DirectionalProduct):
+    """Of missing data."""
+
+    def __init__(self, operator: MaskedLinearOperator, vector: Tensor) -> None:
+        super().__init__(operator, vector)
+        whole = scatter_rows(vector.unsqueeze(-1), operator.col_mask).squeeze(-1)
+        self._base = directional_product(operator.base, whole)
+
+    def _along(self, tangent: Tangent) -> Tensor | None:
+        found = self._base.along(tangent[:-2])
+        return None if found is None else found[..., self.operator.row_mask]
+
+
 class _Radial(DirectionalProduct):
     @cached_property
     def _scales(self) -> Tensor:
@@ -179,6 +221,10 @@ def directional_product(operator: LinearOperator, vector: Tensor) -> Directional
         return _Sum(operator, vector)
     if isinstance(operator, ConstantMulLinearOperator):
         return _Multiple(operator, vector)
+    if isinstance(operator, MaskedLinearOperator):
+        return _Masked(operator, vector)
+    if isinstance(operator, KroneckerLinearOperator):
+        return _Kronecker(operator, vector)
     if isinstance(operator, RadialKernelLinearOperator) and operator.symmetric:
         return _Radial(operator, vector)
     if isinstance(operator, GenericKernelLinearOperator) and operator._kwargs["leaves"]:
