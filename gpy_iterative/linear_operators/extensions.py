@@ -112,6 +112,13 @@ def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
     """operator[..., rows, :] as a dense [*b, len(rows), n]."""
     if isinstance(operator, DenseLinearOperator):
         return operator.tensor.index_select(-2, rows)  # four times as fast as an index
+    if isinstance(operator, BlockInterleavedLinearOperator):
+        base = operator.base_linear_op
+        members = base.shape[-3]
+        points, position, inner = points_of(rows, members)
+        picked = dense_rows(base, points)[..., inner, position, :]
+        is_own = torch.arange(members, device=rows.device) == inner.unsqueeze(-1)
+        return (picked.unsqueeze(-1) * is_own.unsqueeze(-2)).flatten(-2)
     return to_dense(operator[..., rows, :])
 
 

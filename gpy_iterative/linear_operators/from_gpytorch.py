@@ -11,13 +11,12 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.likelihoods import Likelihood, MultitaskGaussianLikelihood
 from gpytorch.likelihoods.noise_models import FixedGaussianNoise, HeteroskedasticNoise, MultitaskHomoskedasticNoise
-from linear_operator import LinearOperator, to_linear_operator
+from linear_operator import LinearOperator, to_dense, to_linear_operator
 from linear_operator.operators import (
     AddedDiagLinearOperator,
     ConstantMulLinearOperator,
     DiagLinearOperator,
     KroneckerProductLinearOperator,
-    MaskedLinearOperator,
     RootLinearOperator,
     SumLinearOperator,
 )
@@ -25,8 +24,10 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.extensions import all_parts
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
+from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS, evaluated
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
+from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
@@ -145,11 +146,38 @@ def operator_of_kernel(
     if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
         parts = enumerate(kernel.covar_module_list)
         return _sum([operator_of_kernel(part, x1, x2, products, caches.part(str(i))) for i, part in parts])
+    product = _product_with_tasks(kernel, x1, x2, products, caches)
+    if product is not None:
+        return product
     if isinstance(kernel, kernels.GridInterpolationKernel):
         _check_within_grid(kernel, x1 if x2 is None else torch.cat([x1.flatten(0, -2), x2.flatten(0, -2)]))
     if isinstance(kernel, _STRUCTURED):
         return evaluated(kernel, x1, x1 if x2 is None else x2)
     return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=products, cache=caches.cache)
+
+
+def _product_with_tasks(
+    kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts, caches: TileCaches
+) -> LinearOperator | None:
+    """The product of one kernel and an IndexKernel, for unbatched inputs."""
+    if type(kernel) is not kernels.ProductKernel or len(kernel.kernels) != 2 or x1.dim() > 2:
+        return None
+    index, other = sorted(kernel.kernels, key=lambda part: not isinstance(part, kernels.IndexKernel))
+    if not isinstance(index, kernels.IndexKernel) or isinstance(other, kernels.IndexKernel) or index.batch_shape:
+        return None
+    count = index.covar_factor.shape[-2]
+    numbers = [None if x is None else active_inputs(index, x).squeeze(-1).long() for x in (x1, x2)]
+    for tasks in numbers:
+        if tasks is not None and len(tasks) and not 0 <= tasks.min() <= tasks.max() < count:
+            raise ValueError(
+                f"The IndexKernel has {count} tasks, but the inputs name tasks {tasks.min()} to {tasks.max()}."
+            )
+    every = torch.arange(count, device=x1.device).unsqueeze(-1)
+    points = operator_of_kernel(other, active_inputs(other, x1), active_inputs(other, x2), products, caches)
+    row_tasks, column_tasks = numbers
+    return HadamardLinearOperator(
+        points, to_dense(evaluated(index, every, every)), row_tasks, row_tasks if column_tasks is None else column_tasks
+    )
 
 
 def _check_within_grid(kernel: kernels.GridInterpolationKernel, inputs: Tensor) -> None:
@@ -260,7 +288,7 @@ def noisy_operator(
     covariance = function_dist.lazy_covariance_matrix
     if not isinstance(noise, DiagLinearOperator):
         whole = kernel_operator(covariance, products, caches) + kernel_operator(noise, products)
-        return whole if observed is None else MaskedLinearOperator(whole, observed, observed)
+        return whole if observed is None else ObservedLinearOperator(whole, observed, observed)
     variances = noise.diagonal(dim1=-1, dim2=-2)
     check_noise(variances)
     kernel = kernel_operator(
@@ -284,7 +312,7 @@ def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> 
         return SumLinearOperator(*(masked_covariance(part, observed) for part in covariance.linear_ops))
     if isinstance(covariance, ConstantMulLinearOperator):
         return ConstantMulLinearOperator(masked_covariance(covariance.base_linear_op, observed), covariance._constant)
-    return MaskedLinearOperator(to_linear_operator(covariance), observed, observed)
+    return ObservedLinearOperator(to_linear_operator(covariance), observed, observed)
 
 
 def check_noise(noise: Tensor) -> None:

@@ -261,6 +261,26 @@ def _coregionalization() -> Case:
     return _multitask(kernels.LCMKernel(parts, num_tasks=2, rank=1))
 
 
+class TasksOfRows(Regression):
+    """One observation of one task in a row; the task follows from the last input."""
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        task = (x[..., -1:] > 0).to(x)
+        return super().forward(torch.cat([x, task], dim=-1))
+
+
+def _tasks_of_rows() -> Case:
+    x, y = data(30)
+    kernel = kernels.ScaleKernel(kernels.MaternKernel(nu=2.5, ard_num_dims=3, active_dims=(0, 1, 2)))
+    likelihood = GaussianLikelihood()
+    with torch.random.fork_rng():  # GPyTorch draws the tasks' covariance
+        torch.manual_seed(0)
+        tasks = kernels.IndexKernel(num_tasks=2, rank=1, active_dims=(3,))
+    model = TasksOfRows(x, y, likelihood, kernel * tasks).double()
+    _move(model)
+    return Case(model, likelihood, x, y)
+
+
 def _derivatives() -> Case:
     """Observations of a function and of its gradient."""
     x, y = data(12)
@@ -333,6 +353,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "priors": _with_priors,
     "inducing-points": _inducing_points,
     "coregionalization": _coregionalization,
+    "tasks-of-rows": _tasks_of_rows,
     "derivatives": _derivatives,
     "independent-outputs": _independent_outputs,
     "summed-batch": _summed_batch,

@@ -1,4 +1,4 @@
-"""Kronecker products of kernel matrices of points and of tasks."""
+"""Products of kernel matrices of points and covariances of tasks: Kronecker, and Hadamard."""
 
 from collections.abc import Callable
 
@@ -16,6 +16,7 @@ from linear_operator.operators import (
 import gpy_iterative as gpi
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
+from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN32
 from tests.exact.gaussian_models import CASES
@@ -55,8 +56,11 @@ OPERATORS: dict[str, Callable[[], KroneckerLinearOperator]] = {
 }
 
 
-def dense(operator: KroneckerLinearOperator) -> torch.Tensor:
+def dense(operator: LinearOperator) -> torch.Tensor:
     """Differentiable, by the factors' entries."""
+    if isinstance(operator, HadamardLinearOperator):
+        pairs = [[operator.tasks[a, b] for b in operator.column_tasks] for a in operator.row_tasks]
+        return operator.points.to_dense() * torch.stack([torch.stack(row) for row in pairs])
     total = torch.ones(1, 1, dtype=torch.float64)
     for factor in operator.linear_ops:
         matrix = factor.to_dense()
@@ -65,9 +69,24 @@ def dense(operator: KroneckerLinearOperator) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+def hadamard(*batch: int, columns: int | None = None) -> HadamardLinearOperator:
+    points, covariances = radial(*batch, columns=columns), tasks().to_dense().detach().requires_grad_()
+    row_tasks = torch.arange(7) * 2 % TASKS
+    return HadamardLinearOperator(
+        points, covariances, row_tasks, row_tasks if columns is None else torch.tensor([2, 2, 0, 1, 0])
+    )
+
+
+OTHERS: dict[str, Callable[[], HadamardLinearOperator]] = {
+    "of rows": hadamard,
+    "of rows and columns": lambda: hadamard(columns=5),
+    "of rows, batch": lambda: hadamard(2),
+}
+
+
+@pytest.mark.parametrize("name", [*OPERATORS, *OTHERS])
 def test_derivatives_are_those_of_the_dense_matrix(name: str) -> None:
-    operator = OPERATORS[name]()
+    operator = (OPERATORS | OTHERS)[name]()
     generator = torch.Generator().manual_seed(4)
     rows, columns = operator.shape[-2:]
     left = torch.randn(*operator.batch_shape, rows, 4, dtype=torch.float64, generator=generator)
@@ -100,3 +119,21 @@ def test_a_step_stores_no_derivatives_of_a_matrix(name: str, monkeypatch: pytest
     )
     optimiser = gpi.fitting.AverageInformation(mll)
     assert optimiser.step() is not None
+
+
+def test_parts_and_entries_of_a_hadamard_product() -> None:
+    operator, square = hadamard(columns=5), hadamard()
+    matrix, rows = dense(operator).detach(), torch.tensor([4, 0, 5])
+    with torch.no_grad():
+        torch.testing.assert_close(operator.mT.to_dense(), matrix.mT)
+        torch.testing.assert_close(operator[rows, 1:4].to_dense(), matrix[rows, 1:4])
+        torch.testing.assert_close(operator[2:6].to_dense(), matrix[2:6])
+        torch.testing.assert_close(operator[rows, torch.tensor([1, 4, 0])], matrix[rows, [1, 4, 0]])
+        torch.testing.assert_close((operator * 3.0).to_dense(), 3 * matrix)
+        torch.testing.assert_close(square.diagonal(), dense(square).diagonal())
+        torch.testing.assert_close(square[2:6, 2:6].to_dense(), dense(square)[2:6, 2:6])
+        assert square.mT is square
+        torch.testing.assert_close(operator.expand(2, 7, 5)[1].to_dense(), matrix)
+        batch = hadamard(2)
+        torch.testing.assert_close(batch[1].to_dense(), dense(batch)[1])
+        torch.testing.assert_close(batch.unsqueeze(0).to_dense(), dense(batch).unsqueeze(0))

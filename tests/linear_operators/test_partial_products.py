@@ -26,7 +26,9 @@ from gpy_iterative.linear_operators import (
     rows_matmul,
 )
 from gpy_iterative.linear_operators.extensions import kernel_inputs, principal_blocks
+from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
+from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN32, RBF
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles import tiles as tiles_module
@@ -85,6 +87,22 @@ def kronecker(points: LinearOperator | None = None) -> LinearOperator:
     return KroneckerLinearOperator(points, DenseLinearOperator(torch.exp(-torch.cdist(tasks, tasks))))
 
 
+def observed() -> LinearOperator:
+    """Of 24 values of three tasks."""
+    mask = torch.ones(24, dtype=torch.bool)
+    mask[[0, 11, 22]] = False
+    x, tasks = inputs(8, 3).double(), inputs(3, 2).double()
+    points = RadialKernelLinearOperator(x, torch.tensor(1.7).double(), function=RBF)
+    whole = KroneckerLinearOperator(points, DenseLinearOperator(torch.exp(-torch.cdist(tasks, tasks))))
+    return ObservedLinearOperator(whole, mask, mask)
+
+
+def hadamard() -> LinearOperator:
+    tasks = inputs(3, 2).double()
+    numbers = torch.arange(N) * 5 % 3
+    return HadamardLinearOperator(radial(), torch.exp(-torch.cdist(tasks, tasks)), numbers, numbers)
+
+
 OPERATORS: dict[str, Callable[[], LinearOperator]] = {
     "radial": radial,
     "radial, cache off": lambda: radial(0),
@@ -99,6 +117,8 @@ OPERATORS: dict[str, Callable[[], LinearOperator]] = {
     "kronecker of three": lambda: KroneckerLinearOperator(
         DenseLinearOperator(torch.eye(1).double()), *kronecker().linear_ops
     ),
+    "observed": observed,
+    "hadamard": hadamard,
     "diagonal": lambda: DiagLinearOperator(torch.linspace(0.1, 0.5, N).double()),
     "noisy": lambda: NoisyLinearOperator(radial(), torch.linspace(0.1, 0.5, N).double()),
     "noisy sum": lambda: NoisyLinearOperator(

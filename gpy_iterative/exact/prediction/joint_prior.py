@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_autocast, check_finite, check_same_kind
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
+from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -24,6 +25,7 @@ from gpy_iterative.training.training_system import prior_at, unexpanded
 _COMPOSITIONS = (
     BlockInterleavedLinearOperator,
     ConstantMulLinearOperator,
+    HadamardLinearOperator,
     KroneckerProductLinearOperator,
     SumLinearOperator,
 )

@@ -1,7 +1,7 @@
 """Derivatives of a product H a along the coordinates, q_i = (dH/dt_i) a, without the matrices dH/dt_i.
 
-Autograd carries directions to the operator's tensors. From there, radial kernels, sums, multiples, Kronecker products,
-noise and missing data have closed forms; other operators use central differences.
+Autograd carries directions to the operator's tensors. From there, radial kernels, sums, multiples, several
+outputs, noise and missing data have closed forms; other operators use central differences.
 """
 
 from abc import ABC, abstractmethod
@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from linear_operator import LinearOperator, to_dense
-from linear_operator.operators import ConstantMulLinearOperator, MaskedLinearOperator, SumLinearOperator
+from linear_operator.operators import BlockInterleavedLinearOperator, ConstantMulLinearOperator, SumLinearOperator
 from torch import Tensor
 
-from gpy_iterative.exact.prediction.blocks import scatter_rows
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.linear_operators.extensions import in_float64
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
+from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
+from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 
@@ -129,17 +130,31 @@ class _Kronecker(DirectionalProduct):
         return _sum(of_points, of_tasks)
 
 
-class _Masked(DirectionalProduct):
-    """Of missing data."""
+class _Interleaved(DirectionalProduct):
+    """Of independent functions, point by point."""
 
-    def __init__(self, operator: MaskedLinearOperator, vector: Tensor) -> None:
+    def __init__(self, operator: BlockInterleavedLinearOperator, vector: Tensor) -> None:
         super().__init__(operator, vector)
-        whole = scatter_rows(vector.unsqueeze(-1), operator.col_mask).squeeze(-1)
-        self._base = directional_product(operator.base, whole)
+        by_function = vector.unflatten(-1, (-1, operator.num_blocks)).mT
+        self._functions = directional_product(operator.base_linear_op, by_function)
 
     def _along(self, tangent: Tangent) -> Tensor | None:
-        found = self._base.along(tangent[:-2])
-        return None if found is None else found[..., self.operator.row_mask]
+        found = self._functions.along(tangent)
+        return None if found is None else found.mT.flatten(-2)
+
+
+class _Selected(DirectionalProduct):
+    """Rows and columns of a whole operator: observed data, or each datum's task."""
+
+    def __init__(self, operator: Any, vector: Tensor, whole: LinearOperator, index: Tensor) -> None:
+        super().__init__(operator, vector)
+        self._index = index
+        spread = vector.new_zeros(*vector.shape[:-1], whole.shape[-1]).index_copy_(-1, index, vector)
+        self._whole = directional_product(whole, spread)
+
+    def _along(self, tangent: Tangent) -> Tensor | None:
+        found = self._whole.along(tangent[:-2])  # without the indices
+        return None if found is None else found[..., self._index]
 
 
 class _Radial(DirectionalProduct):
@@ -221,8 +236,12 @@ def directional_product(operator: LinearOperator, vector: Tensor) -> Directional
         return _Sum(operator, vector)
     if isinstance(operator, ConstantMulLinearOperator):
         return _Multiple(operator, vector)
-    if isinstance(operator, MaskedLinearOperator):
-        return _Masked(operator, vector)
+    if isinstance(operator, ObservedLinearOperator):
+        return _Selected(operator, vector, operator.base, operator.observed)
+    if isinstance(operator, HadamardLinearOperator):
+        return _Selected(operator, vector, operator.whole, operator.rows_of_whole)
+    if isinstance(operator, BlockInterleavedLinearOperator):
+        return _Interleaved(operator, vector)
     if isinstance(operator, KroneckerLinearOperator):
         return _Kronecker(operator, vector)
     if isinstance(operator, RadialKernelLinearOperator) and operator.symmetric:

@@ -1,0 +1,151 @@
+"""One training step of models with two outputs, written in three ways: ours and GPyTorch's."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
+
+import gpytorch
+import torch
+import typer
+from gpytorch import kernels
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood, MultitaskGaussianLikelihood
+from torch import Tensor
+
+import gpy_iterative as gpi
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    Threads,
+    app,
+    finish,
+    memory_cell,
+    names_of,
+    run_contenders,
+    show,
+    succeeded,
+    succeeded_or_exit,
+)
+from benchmarks.runner import Outcome, contender
+
+OUTPUTS = 2
+
+
+class SeveralOutputs(gpytorch.models.ExactGP):
+    """One kernel of the inputs times a covariance of the tasks (MultitaskKernel)."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
+        super().__init__(x, y, likelihood)
+        self.mean_module = gpytorch.means.MultitaskMean(gpytorch.means.ConstantMean(), num_tasks=OUTPUTS)
+        self.covar_module = kernels.MultitaskKernel(
+            kernels.MaternKernel(nu=2.5, ard_num_dims=x.shape[-1]), num_tasks=OUTPUTS, rank=1
+        )
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        return MultitaskMultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+class IndependentOutputs(gpytorch.models.ExactGP):
+    """A kernel for each task."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
+        super().__init__(x, y, likelihood)
+        batch = torch.Size([OUTPUTS])
+        self.mean_module = gpytorch.means.ConstantMean(batch_shape=batch)
+        kernel = kernels.MaternKernel(nu=2.5, ard_num_dims=x.shape[-1], batch_shape=batch)
+        self.covar_module = kernels.ScaleKernel(kernel, batch_shape=batch)
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        each = MultivariateNormal(self.mean_module(x), self.covar_module(x))
+        return MultitaskMultivariateNormal.from_batch_mvn(each)
+
+
+class TasksOfRows(gpytorch.models.ExactGP):
+    """One observation of one task in a row, whose number is the last input (IndexKernel)."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
+        super().__init__(x, y, likelihood)
+        d = x.shape[-1] - 1
+        self.mean_module = gpytorch.means.ConstantMean()
+        of_inputs = kernels.MaternKernel(nu=2.5, ard_num_dims=d, active_dims=tuple(range(d)))
+        self.covar_module = of_inputs * kernels.IndexKernel(num_tasks=OUTPUTS, rank=1, active_dims=(d,))
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def data(n: int) -> tuple[Tensor, Tensor]:
+    """Inputs [n, 3] and targets [n, 2], float32."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(n, 3, generator=generator)
+    shared = torch.sin(6 * x[:, 0]) * torch.cos(4 * x[:, 1])
+    clean = torch.stack([shared, 0.8 * shared + 0.5 * torch.sin(5 * x[:, 2])], dim=-1)
+    return x, clean + 0.1 * torch.randn(n, OUTPUTS, generator=generator)
+
+
+def listed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """A row for every target."""
+    tasks = torch.arange(OUTPUTS).repeat(len(x)).to(x)
+    return torch.cat([x.repeat_interleave(OUTPUTS, dim=0), tasks.unsqueeze(-1)], dim=-1), y.flatten()
+
+
+MODELS: dict[str, tuple[type[gpytorch.models.ExactGP], Callable[[], Likelihood]]] = {
+    "MultitaskKernel": (SeveralOutputs, partial(MultitaskGaussianLikelihood, num_tasks=OUTPUTS)),
+    "MultitaskKernel, correlated noise": (
+        SeveralOutputs,
+        partial(MultitaskGaussianLikelihood, num_tasks=OUTPUTS, rank=1),
+    ),
+    "independent": (IndependentOutputs, partial(MultitaskGaussianLikelihood, num_tasks=OUTPUTS)),
+    "IndexKernel": (TasksOfRows, GaussianLikelihood),
+}
+MLLS: dict[str, Callable[..., Any]] = {
+    "ours": gpi.mlls.HutchinsonMarginalLogLikelihood,
+    "GPyTorch": gpytorch.mlls.ExactMarginalLogLikelihood,
+}
+NAMES = [f"{ours}, {model}" for model in MODELS for ours in MLLS]
+
+
+def train(whose: str, kind: str, *, n: int, steps: int) -> Outcome:
+    """Adam; one step more than `steps` is taken, and the first left out."""
+    torch.manual_seed(0)  # GPyTorch draws the tasks' covariance
+    make, likelihood = MODELS[kind][0], MODELS[kind][1]()
+    x, y = listed(*data(n)) if make is TasksOfRows else data(n)
+    model = make(x, y, likelihood).train()
+    mll = MLLS[whose](likelihood, model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    seconds, losses = [], []
+    for _ in range(steps + 1):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = -mll(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds[1:], "seconds_median": statistics.median(seconds[1:]), "losses": losses}
+
+
+for _name in NAMES:
+    contender("outputs", _name)(partial(train, *_name.split(", ", maxsplit=1)))
+
+
+@app.command()
+def outputs(
+    n: Annotated[int, typer.Option(help="Points; each has two targets.")] = 5000,
+    steps: int = 3,
+    only: Annotated[list[str] | None, names_of(NAMES, "Contenders, by name.")] = None,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Seconds and memory of one training step with two outputs."""
+    outcomes = run_contenders("outputs", only or NAMES, threads=threads, n=n, steps=steps)
+    succeeded_or_exit(outcomes)
+    show(
+        f"{n:,} points, two outputs, {threads} threads",
+        ["contender", "s / step", "MB", "loss after the steps"],
+        [
+            [name, f"{o['seconds_median']:.2f}", memory_cell(o), f"{o['losses'][-1]:.4f}"]
+            for name, o in succeeded(outcomes).items()
+        ],
+    )
+    finish("outputs", {"n": n, "steps": steps}, threads, outcomes=outcomes)

@@ -1,0 +1,49 @@
+"""Covariances of observed data only."""
+
+from functools import cached_property
+
+import torch
+from linear_operator.operators import MaskedLinearOperator
+from torch import Tensor
+
+from gpy_iterative.linear_operators.extensions import (
+    Rows,
+    columns_matmul,
+    dense_rows,
+    principal_blocks,
+    rows_matmul,
+)
+
+
+class ObservedLinearOperator(MaskedLinearOperator):
+    """Rows and columns of a square operator, whose parts come from the operator's parts.
+
+    Parts of linear_operator's class are products with the whole matrix.
+    """
+
+    @cached_property
+    def observed(self) -> Tensor:
+        """Numbers of the rows."""
+        return self.row_mask.nonzero().squeeze(-1)
+
+    # Documented in `extensions.py`
+
+    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        return rows_matmul(self.base, self.observed[rows], self._expand(rhs, self.col_mask))
+
+    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        index = self.observed[columns]
+        if not len(index):
+            return rhs.new_zeros(len(self.observed), rhs.shape[-1])
+        span = slice(int(index[0]), int(index[-1]) + 1)
+        whole = rhs.new_zeros(span.stop - span.start, rhs.shape[-1]).index_copy_(0, index - span.start, rhs)
+        return columns_matmul(self.base, span, whole)[self.observed]
+
+    def principal_block(self, block: slice) -> Tensor:
+        return self.principal_blocks(torch.arange(self.shape[-1], device=self.device)[block].unsqueeze(0))[0]
+
+    def principal_blocks(self, rows: Tensor) -> Tensor:
+        return principal_blocks(self.base, self.observed[rows])
+
+    def dense_rows(self, rows: Tensor) -> Tensor:
+        return dense_rows(self.base, self.observed[rows])[..., self.observed]
