@@ -313,7 +313,8 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         draws = distribution.draw(operator, terms, generator, others=known) if draws is None else dict(draws)
         probes = distribution.probes(operator, terms, draws)
         logdet_draws = for_logdet.draw(operator, None, generator, others=draws) if known is None else dict(known)
-        logdet = for_logdet.probes(operator, None, logdet_draws, others=probes)
+        others = probes if type(for_logdet) is type(distribution) else None
+        logdet = for_logdet.probes(operator, None, logdet_draws, others=others)
         run = run.having(generator, probes=draws, logdet=logdet_draws)
         return _Drawn(run, distribution, probes, logdet, isinstance(for_logdet, Whitened))
 

@@ -24,7 +24,7 @@ from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchia, has_neighbours
-from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky, PivotedCholeskyFactor
+from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 from gpy_iterative.preconditioners.preconditioner import SampledPreconditioner
 from gpy_iterative.preconditioners.task_noise import WhitenedTasks, build_whitened
 from gpy_iterative.preconditioners.vecchia import Vecchia
@@ -80,7 +80,7 @@ class ProbeDistribution(ABC):
 
     @abstractmethod
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
-        """The probes at the current hyperparameters; the S of `others` may be shared."""
+        """The probes at the current hyperparameters; those of a distribution of this kind, `others`, may share their S."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +137,8 @@ class Preconditioned(ProbeDistribution):
 
     @divided()
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
-        known = others.covariance if others is not None else None
+        known = None if others is None else others.covariance
         known = known.inner if isinstance(known, WhitenedTasks) else known
-        known = known if isinstance(known, PivotedCholeskyFactor) else None
         options = {"pivots": draws["pivots"], "correct_diagonal": self.correct_diagonal, "known": known}
         build = partial(self.recipe.build, **options)
         factor = build(operator) if isinstance(operator, NoisyLinearOperator) else build_whitened(build, operator)
@@ -154,7 +153,6 @@ class Whitened(ProbeDistribution):
     residual_of_one: ClassVar[float | None] = 0.12
 
     def has_drawn(self, draws: Draws) -> bool:
-        """See `ProbeDistribution.has_drawn`."""
         return "order" in draws and ("pivots" in draws) == isinstance(self.recipe, LowRankPlusVecchia)
 
     @divided()
@@ -168,9 +166,8 @@ class Whitened(ProbeDistribution):
 
     @divided()
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
-        factor, choices = others.covariance if others is not None else None, _choices(draws)
-        if factor is None or not factor.has(choices):
-            factor = self.recipe.build(operator, choices=choices)
+        # Draws that begin together have the same pivots and order.
+        factor = self.recipe.build(operator, choices=_choices(draws)) if others is None else others.covariance
         return Probes(*factor.sample(draws["base"]), factor)
 
 
@@ -210,7 +207,6 @@ class RandomFeatures(ProbeDistribution):
 
     @property
     def residual_of_one(self) -> float | None:
-        """See `ProbeDistribution`."""
         return 0.2 if self.corrected else None
 
     def draw(

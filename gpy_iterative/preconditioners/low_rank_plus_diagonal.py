@@ -1,6 +1,5 @@
 """Low rank plus diagonal preconditioners."""
 
-import copy
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Self
@@ -56,21 +55,12 @@ class LowRankPlusDiagonal(SampledPreconditioner):
 
     @property
     def smallest(self) -> Tensor:
-        """See `Preconditioner.smallest`."""
         return self.diagonal.amin(-1)
-
-    def __getitem__(self, index: int | tuple[int, ...]) -> Self:
-        member = copy.copy(self)
-        for name, value in vars(self).items():
-            if torch.is_tensor(value):
-                setattr(member, name, value[index])
-        return member
 
     def to(self, dtype: torch.dtype) -> Self:
         """See `Preconditioner.to`; the inner factor stays in float64."""
-        converted = copy.copy(self)
-        for name in ("factor", "diagonal"):
-            setattr(converted, name, getattr(self, name).to(dtype))
+        converted = super().to(dtype)
+        converted._cholesky = self._cholesky
         return converted
 
     def matmul(self, rhs: Tensor) -> Tensor:

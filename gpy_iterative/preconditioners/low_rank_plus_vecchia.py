@@ -4,11 +4,9 @@ Sang and Huang 2012, "A full scale approximation of covariance functions"; Gyger
 "Vecchia-inducing-points full-scale approximations").
 """
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from linear_operator import LinearOperator
@@ -62,23 +60,7 @@ class LowRankPlusVecchiaFactor(SampledPreconditioner):
 
     @property
     def smallest(self) -> Tensor:
-        """See `Preconditioner.smallest`."""
         return self.local.smallest
-
-    def __getitem__(self, index: int | tuple[int, ...]) -> Self:
-        member = copy.copy(self)
-        member.local = self.local[index]
-        return member
-
-    def has(self, choices: Mapping[str, Tensor]) -> bool:
-        """See `SampledPreconditioner.has`."""
-        return torch.equal(self.pivots, choices["pivots"]) and torch.equal(self.local.order, choices["order"])
-
-    def to(self, dtype: torch.dtype) -> Self:
-        """See `Preconditioner.to`."""
-        converted = copy.copy(self)
-        converted.local, converted.whitened = self.local.to(dtype), self.whitened.to(dtype)
-        return converted
 
     def solve(self, rhs: Tensor) -> Tensor:
         """S^-1 rhs for [n, s]."""
@@ -88,7 +70,6 @@ class LowRankPlusVecchiaFactor(SampledPreconditioner):
         return self.whitened.logdet() + self.local.logdet()
 
     def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:
-        """See `SampledPreconditioner.sample`."""
         factor_base, local_base = base.split([len(self.pivots), len(self.local.order)], dim=-2)
         whitened, dual = self.whitened.sample(torch.cat([factor_base[: self.whitened.rank], local_base], dim=-2))
         return self.local.unwhiten(whitened), self.local.transposed(dual)

@@ -6,7 +6,6 @@ Epperly et al. 2024, "Embrace rejection"; Diaz et al. 2023.
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -31,10 +30,6 @@ class PivotedCholeskyFactor(LowRankPlusDiagonal):
     def __init__(self, factor: Tensor, diagonal: Tensor, pivots: Tensor, jitter: Tensor) -> None:
         super().__init__(factor, diagonal)
         self.pivots, self.jitter = pivots, jitter
-
-    def has(self, choices: Mapping[str, Tensor]) -> bool:
-        """See `SampledPreconditioner.has`."""
-        return torch.equal(self.pivots, choices["pivots"])
 
 
 @dataclass(frozen=True)

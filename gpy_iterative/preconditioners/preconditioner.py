@@ -1,8 +1,9 @@
 """Interfaces."""
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from linear_operator import LinearOperator
@@ -30,13 +31,22 @@ class Preconditioner(ABC):
     def logdet(self) -> Tensor:
         """The log-determinant of S [*b]."""
 
-    @abstractmethod
     def to(self, dtype: torch.dtype) -> Self:
         """A conversion to another dtype."""
+        is_whole = lambda part: torch.is_tensor(part) and not part.is_floating_point()
+        return self._mapped(lambda part: part if is_whole(part) else part.to(dtype))
 
-    @abstractmethod
-    def __getitem__(self, index: int | tuple[int, ...]) -> "Preconditioner":
+    def __getitem__(self, index: int | tuple[int, ...]) -> Self:
         """One member of a batch."""
+        return self._mapped(lambda part: part[index])
+
+    def _mapped(self, function: Callable[[Any], Any]) -> Self:
+        """A copy with other tensors and inner preconditioners."""
+        copied = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor | Preconditioner):
+                setattr(copied, name, function(value))
+        return copied
 
 
 class SampledPreconditioner(Preconditioner):
@@ -47,10 +57,6 @@ class SampledPreconditioner(Preconditioner):
 
     #: Added to variances where rounding made blocks indefinite, relative to the largest, [*b].
     jitter: Tensor = torch.zeros((), device=CPU)
-
-    def has(self, choices: Mapping[str, Tensor]) -> bool:
-        """Whether it was built with these pivots and this order of elimination."""
-        return False
 
     @abstractmethod
     def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """Sparse inverse Cholesky factor."""
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Self
 
@@ -50,7 +49,6 @@ class SparseInverseCholesky(SampledPreconditioner):
 
     @property
     def smallest(self) -> Tensor:
-        """See `Preconditioner.smallest`."""
         rows = self.weights.abs().sum(-1) + self.diagonal
         columns = torch.zeros_like(rows).index_add_(0, self.neighbours.flatten(), self.weights.abs().flatten())
         return 1 / (rows.amax() * (columns + self.diagonal).amax())
@@ -59,16 +57,6 @@ class SparseInverseCholesky(SampledPreconditioner):
         if index != ():
             raise IndexError("A sparse inverse Cholesky factor is of one system, not of a batch.")
         return self
-
-    def has(self, choices: Mapping[str, Tensor]) -> bool:
-        """See `SampledPreconditioner.has`."""
-        return not len(choices.get("pivots", ())) and torch.equal(self.order, choices["order"])
-
-    def to(self, dtype: torch.dtype) -> Self:
-        converted = copy.copy(self)
-        for name in ("weights", "diagonal", "_transposed_weights"):
-            setattr(converted, name, getattr(self, name).to(dtype))
-        return converted
 
     def solve(self, rhs: Tensor) -> Tensor:
         """B^T B rhs for [n, s]."""

@@ -4,8 +4,7 @@ With N = R R^T, the system (I x R)^-1 H (I x R)^-T has independent noise of vari
 with missing targets, jitter or other Kronecker products are not recognised.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Self
+from collections.abc import Callable
 
 import torch
 from linear_operator import LinearOperator, to_dense, to_linear_operator
@@ -30,38 +29,27 @@ class WhitenedTasks(SampledPreconditioner):
     def __init__(self, inner: SampledPreconditioner, root: Tensor, num_points: int) -> None:
         self.inner, self.root, self.num_points = inner, root, num_points
         self._inverse = torch.linalg.inv(root)
-        self.build_epochs, self.num_signs, self.jitter = inner.build_epochs, inner.num_signs, inner.jitter
+        self.build_epochs, self.num_signs = inner.build_epochs, inner.num_signs
 
     @property
     def pivots(self) -> Tensor:
         return self.inner.pivots
 
     @property
+    def jitter(self) -> Tensor:
+        return self.inner.jitter
+
+    @property
     def smallest(self) -> Tensor:
-        """See `Preconditioner.smallest`."""
         return self.inner.smallest / torch.linalg.matrix_norm(self._inverse, ord=2).square()
 
-    def __getitem__(self, index: int | tuple[int, ...]) -> Self:
-        return type(self)(self.inner[index], self.root[index], self.num_points)
-
-    def has(self, choices: Mapping[str, Tensor]) -> bool:
-        """See `SampledPreconditioner.has`."""
-        return self.inner.has(choices)
-
-    def to(self, dtype: torch.dtype) -> Self:
-        """See `Preconditioner.to`."""
-        return type(self)(self.inner.to(dtype), self.root.to(dtype), self.num_points)
-
     def solve(self, rhs: Tensor) -> Tensor:
-        """See `Preconditioner.solve`."""
         return _of_tasks(self._inverse.mT, self.inner.solve(_of_tasks(self._inverse, rhs)))
 
     def logdet(self) -> Tensor:
-        """See `Preconditioner.logdet`."""
         return self.inner.logdet() + 2 * self.num_points * torch.linalg.slogdet(self.root).logabsdet
 
     def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:
-        """See `SampledPreconditioner.sample`."""
         vectors, dual = self.inner.sample(base)
         return _of_tasks(self.root, vectors), _of_tasks(self._inverse.mT, dual)
 
