@@ -34,7 +34,7 @@ from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes
 from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_likelihood, checked_system
 from gpy_iterative.linear_operators.extensions import kernel_inputs
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tiles.cache import TileCaches
+from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_solvers.alternating_projections import AlternatingProjections
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
@@ -102,7 +102,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self.report: MarginalLogLikelihoodReport | None = None
         self.progress: Progress = False
         self._run = Run.begin(generator)
-        self._caches = TileCaches()
+        self._cache = TileCache()
         self.warned_of: set[SolveStatus] = set()
         # None for smooth functions, and once it has warned.
         self._line_search: LineSearchWatch | None = LineSearchWatch()
@@ -148,7 +148,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             params,
             kwargs,
             products=self.products,
-            caches=self._caches,
+            cache=self._cache,
         )
         has_been_in_float64 = self._run.is_in_float64(system.operator)  # and stays there
         in_float64 = has_been_in_float64 or self._is_always_in_float64(system.operator.shape[-1])
@@ -206,7 +206,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
                 DataWarning,
             )
         solutions = self._run.parts.get("warm_start")
-        self._caches.clear()  # the posterior keeps tiles of its own
+        self._cache.clear()  # the posterior keeps tiles of its own
         posterior = PathwisePosterior(
             self.model,
             self.likelihood,

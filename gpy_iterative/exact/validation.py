@@ -14,7 +14,7 @@ from gpy_iterative.checks import check_finite, check_same_kind
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tiles.cache import TileCaches
+from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.training.training_system import (
     TrainingSystem,
     check_hyperparameters,
@@ -106,7 +106,7 @@ def checked_system(
     kwargs: Mapping[str, Any],
     *,
     products: KernelProducts,
-    caches: TileCaches | None = None,
+    cache: TileCache | None = None,
 ) -> TrainingSystem:
     """`linear_system` of a training step. Raises as `GaussianMarginalLogLikelihood.forward`, before any work."""
     check_fit(model, function_dist, target)
@@ -125,7 +125,7 @@ def checked_system(
         )
     check_finite("target", torch.where(is_missing, 0, target))
     check_hyperparameters(model.named_parameters())
-    return linear_system(likelihood, function_dist, target, params, kwargs, products=products, caches=caches)
+    return linear_system(likelihood, function_dist, target, params, kwargs, products=products, cache=cache)
 
 
 #: Largest angle of a step straight back, in sqrt(eps).

@@ -27,7 +27,7 @@ from gpy_iterative.laplace.posterior import LaplacePosterior
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, num_latents
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tiles.cache import TileCaches
+from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
@@ -135,7 +135,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         self.report: LaplaceReport | None = None
         self.progress = progress
         self._run = Run.begin(generator)
-        self._caches = TileCaches()
+        self._cache = TileCache()
         self.warned_of: set[SolveStatus] = set()
 
     _add_other_terms = ExactMarginalLogLikelihood._add_other_terms
@@ -156,7 +156,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         start = time.perf_counter()
         self._check_problem(function_dist, target)
         observed, targets, known = observed_data(target, params)
-        prior = latent_prior(function_dist, self.products, self._caches, observed)
+        prior = latent_prior(function_dist, self.products, self._cache, observed)
         likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents, known)
         solver = default_laplace_solver(prior.size) if self.solver is None else self.solver
         generator = self._run.generator()
@@ -191,7 +191,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         """The posterior from the last mode, which `model(x)` then uses. Puts model and likelihood into evaluation mode."""
         self.model.eval()
         self.likelihood.eval()
-        self._caches.clear()
+        self._cache.clear()
         return self.model.posterior(self._weights, solver=self.solver, products=self.products, progress=self.progress)
 
     def has_exact_values(self) -> bool:

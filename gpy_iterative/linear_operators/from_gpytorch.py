@@ -32,7 +32,7 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_inputs import active_inputs, radial_inputs, value_dtype
-from gpy_iterative.linear_operators.tiles.cache import TileCaches
+from gpy_iterative.linear_operators.tiles.cache import TileCache
 
 #: Noise models that need the inputs, or task indices, of the data.
 NOISE_OF_INPUTS = HeteroskedasticNoise | MultitaskHomoskedasticNoise
@@ -48,14 +48,14 @@ _STRUCTURED = (
 
 
 def kernel_operator(
-    covariance: LinearOperator | Tensor, products: KernelProducts, caches: TileCaches | None = None
+    covariance: LinearOperator | Tensor, products: KernelProducts, cache: TileCache | None = None
 ) -> LinearOperator:
     """The prior covariance, or a part of it, as an operator that stores no kernel matrix.
 
     Args:
         covariance: `function_dist.lazy_covariance_matrix`.
         products: how kernel products are computed.
-        caches: where tiles are kept; None starts empty ones.
+        cache: where tiles are kept; None starts an empty one.
 
     Raises:
         ValueError: inputs do not fit the kernel or the precision.
@@ -66,29 +66,29 @@ def kernel_operator(
             "gpytorch.beta_features.checkpoint_kernel has no use here (nothing of size n x n is stored) and changes "
             "what lazy kernels mean: leave it off."
         )
-    caches = TileCaches() if caches is None else caches
+    cache = TileCache() if cache is None else cache
     if isinstance(covariance, LazyEvaluatedKernelTensor):
         kernel, x1, x2 = covariance.kernel, covariance.x1, covariance.x2
         check_kernel_dtype(kernel, x1)
         same, by_dimension = are_same_inputs(x1, x2), covariance.last_dim_is_batch
         if by_dimension or covariance.params:
             return evaluated(kernel, x1, x2, diag=False, last_dim_is_batch=by_dimension, **covariance.params)
-        return operator_of_kernel(kernel, x1, None if same else x2, products, caches)
+        return operator_of_kernel(kernel, x1, None if same else x2, products, cache)
     if isinstance(covariance, AddedDiagLinearOperator):
-        return NoisyLinearOperator(kernel_operator(covariance._linear_op, products, caches), added_diagonal(covariance))
+        return NoisyLinearOperator(kernel_operator(covariance._linear_op, products, cache), added_diagonal(covariance))
     if isinstance(covariance, SumLinearOperator):
         parts = enumerate(covariance.linear_ops)
-        return _sum([kernel_operator(part, products, caches.part(str(i))) for i, part in parts])
+        return _sum([kernel_operator(part, products, cache.part(str(i))) for i, part in parts])
     if isinstance(covariance, ConstantMulLinearOperator):
-        return _times(kernel_operator(covariance.base_linear_op, products, caches), covariance._constant)
+        return _times(kernel_operator(covariance.base_linear_op, products, cache), covariance._constant)
     covariance = to_linear_operator(covariance)
     if type(covariance) is KroneckerProductLinearOperator:
         parts = enumerate(covariance.linear_ops)
-        return KroneckerLinearOperator(*(kernel_operator(part, products, caches.part(str(i))) for i, part in parts))
+        return KroneckerLinearOperator(*(kernel_operator(part, products, cache.part(str(i))) for i, part in parts))
     if not any(isinstance(part, LazyEvaluatedKernelTensor) for part in all_parts(covariance)):
         return covariance
     read = lambda name, part: (
-        kernel_operator(part, products, caches.part(str(name))) if isinstance(part, LinearOperator) else part
+        kernel_operator(part, products, cache.part(str(name))) if isinstance(part, LinearOperator) else part
     )
     parts = [read(number, part) for number, part in enumerate(covariance._args)]
     return type(covariance)(*parts, **{name: read(name, part) for name, part in covariance._kwargs.items()})
@@ -116,48 +116,48 @@ def operator_of_kernel(
     x1: Tensor,
     x2: Tensor | None,
     products: KernelProducts,
-    caches: TileCaches | None = None,
+    cache: TileCache | None = None,
 ) -> LinearOperator:
     """The operator k(x1, x2) of inputs with active dims only; x2 None is x1. The rest is as in `kernel_operator`."""
-    caches = TileCaches() if caches is None else caches
+    cache = TileCache() if cache is None else cache
     products.check(value_dtype(kernel, x1))
     if type(kernel) is kernels.ScaleKernel:
         # ScaleKernel calls its base's forward: active dims are already selected.
-        return _times(operator_of_kernel(kernel.base_kernel, x1, x2, products, caches), kernel.outputscale)
+        return _times(operator_of_kernel(kernel.base_kernel, x1, x2, products, cache), kernel.outputscale)
     if type(kernel) is kernels.AdditiveKernel:
         parts = [(part, active_inputs(part, x1), active_inputs(part, x2)) for part in kernel.kernels]
-        return _sum([operator_of_kernel(*part, products, caches.part(str(i))) for i, part in enumerate(parts)])
+        return _sum([operator_of_kernel(*part, products, cache.part(str(i))) for i, part in enumerate(parts)])
     radial = radial_inputs(kernel, x1, x2)
     if radial is not None:
         # Learned inputs need derivatives by single points, which a far field does not give accurately.
         products = replace(products, far_field=None) if x1.requires_grad else products
-        options = {"function": radial.function, "products": products, "cache": caches.cache}
+        options = {"function": radial.function, "products": products, "cache": cache}
         operator = RadialKernelLinearOperator(
             radial.x1, radial.x1.new_ones(()), x2=radial.x2, alpha=radial.alpha, angles=radial.angles, **options
         )
         return reduce(_times, radial.outputscales, operator)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # As in its forward, the data kernel's active dims are ignored.
-        data = operator_of_kernel(kernel.data_covar_module, x1, x2, products, caches)
+        data = operator_of_kernel(kernel.data_covar_module, x1, x2, products, cache)
         tasks = to_linear_operator(kernel.task_covar_module.covar_matrix)
         if tasks.shape[-1] == 1:  # linear_operator would call view() on a product that is not contiguous
             return _times(data, tasks.to_dense()[..., 0, 0])
         return KroneckerLinearOperator(data, tasks)
     if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
         parts = enumerate(kernel.covar_module_list)
-        return _sum([operator_of_kernel(part, x1, x2, products, caches.part(str(i))) for i, part in parts])
-    product = _product_with_tasks(kernel, x1, x2, products, caches)
+        return _sum([operator_of_kernel(part, x1, x2, products, cache.part(str(i))) for i, part in parts])
+    product = _product_with_tasks(kernel, x1, x2, products, cache)
     if product is not None:
         return product
     if isinstance(kernel, kernels.GridInterpolationKernel):
         _check_within_grid(kernel, x1 if x2 is None else torch.cat([x1.flatten(0, -2), x2.flatten(0, -2)]))
     if isinstance(kernel, _STRUCTURED):
         return evaluated(kernel, x1, x1 if x2 is None else x2)
-    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=products, cache=caches.cache)
+    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=products, cache=cache)
 
 
 def _product_with_tasks(
-    kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts, caches: TileCaches
+    kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts, cache: TileCache
 ) -> LinearOperator | None:
     """The product of one kernel and an IndexKernel, for unbatched inputs."""
     if type(kernel) is not kernels.ProductKernel or len(kernel.kernels) != 2 or x1.dim() > 2:
@@ -173,7 +173,7 @@ def _product_with_tasks(
                 f"The IndexKernel has {count} tasks, but the inputs name tasks {tasks.min()} to {tasks.max()}."
             )
     every = torch.arange(count, device=x1.device).unsqueeze(-1)
-    points = operator_of_kernel(other, active_inputs(other, x1), active_inputs(other, x2), products, caches)
+    points = operator_of_kernel(other, active_inputs(other, x1), active_inputs(other, x2), products, cache)
     row_tasks, column_tasks = numbers
     return HadamardLinearOperator(
         points, to_dense(evaluated(index, every, every)), row_tasks, row_tasks if column_tasks is None else column_tasks
@@ -265,7 +265,7 @@ def noisy_operator(
     function_dist: MultivariateNormal,
     *params: Any,
     products: KernelProducts,
-    caches: TileCaches | None = None,
+    cache: TileCache | None = None,
     observed: Tensor | None = None,
     **kwargs: Any,
 ) -> LinearOperator:
@@ -275,7 +275,7 @@ def noisy_operator(
         likelihood: Gaussian.
         function_dist: the prior at the training inputs, [*b, n] or [*b, n, T].
         params, kwargs: the likelihood's arguments.
-        products, caches: as in `kernel_operator`.
+        products, cache: as in `kernel_operator`.
         observed: [n] or [n * T] bool; None keeps all data.
 
     Returns:
@@ -287,12 +287,12 @@ def noisy_operator(
     noise = noise_operator(likelihood, function_dist, *params, **kwargs)
     covariance = function_dist.lazy_covariance_matrix
     if not isinstance(noise, DiagLinearOperator):
-        whole = kernel_operator(covariance, products, caches) + kernel_operator(noise, products)
+        whole = kernel_operator(covariance, products, cache) + kernel_operator(noise, products)
         return whole if observed is None else ObservedLinearOperator(whole, observed, observed)
     variances = noise.diagonal(dim1=-1, dim2=-2)
     check_noise(variances)
     kernel = kernel_operator(
-        covariance if observed is None else masked_covariance(covariance, observed), products, caches
+        covariance if observed is None else masked_covariance(covariance, observed), products, cache
     )
     if observed is not None:
         variances = variances[..., observed]

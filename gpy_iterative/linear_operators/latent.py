@@ -13,7 +13,7 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import function_blocks, matrix_derivative, whole_points
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, masked_covariance
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tiles.cache import TileCaches
+from gpy_iterative.linear_operators.tiles.cache import TileCache
 
 
 class RepeatedKernelLinearOperator(LinearOperator):
@@ -121,14 +121,14 @@ def point_blocks(operator: LinearOperator, num_latents: int) -> Tensor:
 def latent_prior(
     function_dist: MultivariateNormal,
     products: KernelProducts,
-    caches: TileCaches | None = None,
+    cache: TileCache | None = None,
     observed: Tensor | None = None,
 ) -> LatentPrior:
     """The prior of latent functions from a GPyTorch model's `forward`.
 
     Args:
         function_dist: MultivariateNormal [n] or [C, n] (with one kernel or C), or MultitaskMultivariateNormal [n, C].
-        products, caches: as in `kernel_operator`.
+        products, cache: as in `kernel_operator`.
         observed: [n] bool, points to keep; None keeps all.
 
     Raises:
@@ -140,7 +140,7 @@ def latent_prior(
     if observed is not None:
         covariance = masked_covariance(covariance, observed.repeat_interleave(latents) if is_multitask else observed)
         mean = mean[observed] if is_multitask else mean[..., observed]
-    operator = to_linear_operator(kernel_operator(covariance, products, caches))
+    operator = to_linear_operator(kernel_operator(covariance, products, cache))
     if is_multitask:
         return LatentPrior(operator, mean)
     if mean.dim() == 1 and not operator.batch_shape:

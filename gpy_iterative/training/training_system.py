@@ -22,7 +22,7 @@ from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import FAR_FIELD_ROWS, KernelProducts
-from gpy_iterative.linear_operators.tiles.cache import TileCaches
+from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.preconditioners.task_noise import whitened_tasks
 
 #: Nats that rounding in float32 may move the value of a training step.
@@ -187,7 +187,7 @@ def linear_system(
     kwargs: Mapping[str, Any],
     *,
     products: KernelProducts,
-    caches: TileCaches | None = None,
+    cache: TileCache | None = None,
     shares_matrix: bool = False,
 ) -> TrainingSystem:
     """The system with graph, for targets [*b, n] or [*b, n, T].
@@ -197,7 +197,7 @@ def linear_system(
     observed = observed_data(prior, target)
     if not (prior.event_shape.numel() if observed is None else observed.any()):
         raise ValueError("There is no observed target: pass data with at least one target that is not NaN.")
-    operator = noisy_operator(likelihood, prior, *params, products=products, caches=caches, observed=observed, **kwargs)
+    operator = noisy_operator(likelihood, prior, *params, products=products, cache=cache, observed=observed, **kwargs)
     residual = flat_targets(prior, target) - prior.loc
     if observed is not None:
         residual = residual[..., observed]

@@ -20,7 +20,7 @@ from gpy_iterative.linear_operators import (
     kernel_operator,
     noisy_operator,
 )
-from gpy_iterative.linear_operators.tiles.cache import TileCaches
+from gpy_iterative.linear_operators.tiles.cache import TileCache
 from tests.exact.gaussian_models import CASES, Regression, data
 
 PRODUCTS = KernelProducts(tile_size=16)
@@ -158,30 +158,30 @@ def test_cross_covariances_are_slices_of_the_joint_one() -> None:
 
 
 def test_tiles_are_kept_under_the_path_of_their_kernel() -> None:
-    caches, x = TileCaches(), torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+    cache, x = TileCache(), torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
     product = kernels.ScaleKernel(kernels.PeriodicKernel()) * kernels.RBFKernel()
     kernel = kernels.RBFKernel() + kernels.ScaleKernel(kernels.CosineKernel()) + kernels.ScaleKernel(product)
-    total = kernel_operator(kernel(x), KernelProducts(), caches)
+    total = kernel_operator(kernel(x), KernelProducts(), cache)
     radial, generic, of_product = total.linear_ops
-    assert radial.cache is caches.part("0").cache
-    assert generic.base_linear_op.cache is caches.part("1").cache
-    assert of_product.cache is caches.part("2").cache
+    assert radial.cache is cache.part("0")
+    assert generic.base_linear_op.cache is cache.part("1")
+    assert of_product.cache is cache.part("2")
 
 
 def test_caches_are_shared_by_the_steps_of_a_run_and_share_a_budget() -> None:
     x, _ = data(40)
     kernel = (kernels.RBFKernel() + kernels.MaternKernel()).double()
-    caches = TileCaches()
+    cache = TileCache()
     rhs = torch.ones(40, 1).double()
     budget = KernelProducts(tile_size=8, cache_memory=20 * 8 * 8 * 8)
     for _ in range(2):
-        operator = kernel_operator(kernel(x), budget, caches)
+        operator = kernel_operator(kernel(x), budget, cache)
         with torch.no_grad():
             torch.testing.assert_close(operator._matmul(rhs), kernel(x).to_dense() @ rhs)
-        assert caches.pool.num_bytes() == budget.cache_memory
+        assert cache.pool.num_bytes() == budget.cache_memory
         kernel.kernels[0].lengthscale = 0.4
-    caches.clear()
-    assert caches.pool.num_bytes() == 0
+    cache.clear()
+    assert cache.pool.num_bytes() == 0
 
 
 def test_compositions_of_lazy_kernels_stay_free_of_their_matrices() -> None:

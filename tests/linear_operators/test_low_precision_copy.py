@@ -33,7 +33,7 @@ from gpy_iterative.linear_operators import (
 from gpy_iterative.linear_operators.extensions import all_parts, low_precision_copy, native_precision
 from gpy_iterative.linear_operators.radial.functions import MATERN32
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
-from gpy_iterative.linear_operators.tiles.cache import TileCaches
+from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 
 N = 45
@@ -286,21 +286,21 @@ def test_a_twin_displaces_native_tiles() -> None:
 
 
 def test_twins_of_several_kernels_displace_each_others_native_tiles() -> None:
-    caches, products = TileCaches(), KernelProducts(tile_size=8, precision="float32", cache_memory=12 * ENTRIES)
+    cache, products = TileCache(), KernelProducts(tile_size=8, precision="float32", cache_memory=12 * ENTRIES)
     first, second = (
         RadialKernelLinearOperator(
             random(N, 2, seed=seed),
             torch.tensor(1.0).double(),
             function=MATERN32,
             products=products,
-            cache=caches.part(str(seed)).cache,
+            cache=cache.part(str(seed)),
         )
         for seed in (0, 1)
     )
     first._matmul(torch.ones(N, 1).double())
     for operator in (first, second):
         twin(operator)._matmul(torch.ones(N, 1))
-        assert caches.pool.num_bytes() <= 12 * ENTRIES
+        assert cache.pool.num_bytes() <= 12 * ENTRIES
     assert held(first)[1] == held(second)[1] == 4 * ENTRIES
 
 

@@ -49,13 +49,17 @@ class _Pool:
 
 
 class TileCache:
-    """Tiles by row and column. When their tensors change, they are dropped and their memory is reused."""
+    """Tiles by row and column. When their tensors change, they are dropped and their memory is reused.
+
+    A sum's terms have caches of their own (`part`), under one budget.
+    """
 
     def __init__(self, pool: _Pool | None = None, *, precedence: Precedence = Precedence.NATIVE) -> None:
         self.pool, self.precedence = _Pool() if pool is None else pool, precedence
         self._users = 0  # products in progress
         self._making = threading.RLock()
         self.derivatives = self.low_precision = None
+        self._parts: dict[str, TileCache] = {}
         if precedence is Precedence.NATIVE:
             self.derivatives = TileCache(self.pool, precedence=Precedence.DERIVATIVE)
             self.low_precision = TileCache(self.pool, precedence=Precedence.LOW_PRECISION)
@@ -69,9 +73,15 @@ class TileCache:
         self._spare: dict[SpareKey, list[Tensor]] = {}
         self._in_float32 = WeakTensorKeyDictionary()
         self.own_bytes = 0
-        for cache in (self.derivatives, self.low_precision):
+        for cache in (self.derivatives, self.low_precision, *self._parts.values()):
             if cache is not None:
                 cache.clear()
+
+    def part(self, name: str) -> "TileCache":
+        """The cache of a part with this name, such as "0" for the first term."""
+        if name not in self._parts:
+            self._parts[name] = TileCache(self.pool)
+        return self._parts[name]
 
     @contextmanager
     def serving(self, *tensors: Tensor) -> Iterator[None]:
@@ -187,25 +197,3 @@ class TileCache:
 @torch.inference_mode(False)  # inference tensors are read-only outside inference mode
 def new_memory(shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device)
-
-
-class TileCaches:
-    """The cache of a kernel, and those of a sum's parts by name, under one budget."""
-
-    def __init__(self, pool: _Pool | None = None) -> None:
-        self.pool = _Pool() if pool is None else pool
-        self.cache = TileCache(self.pool)
-        self._parts: dict[str, TileCaches] = {}
-
-    def part(self, name: str) -> "TileCaches":
-        """The caches of a part with this name, such as "0" for the first term."""
-        if name not in self._parts:
-            self._parts[name] = TileCaches(self.pool)
-        return self._parts[name]
-
-    def clear(self) -> None:
-        for each in (self.cache, *self._parts.values()):
-            each.clear()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TileCaches, ()
