@@ -212,14 +212,9 @@ def low_precision_copy(operator: LinearOperator) -> LinearOperator | None:
     return _converted(operator, "low_precision_copy", lambda tensor: tensor.detach().float(), torch.float32)
 
 
-def native_precision(operator: LinearOperator) -> LinearOperator:
-    """The operator with `precision="native"`; it shares tensors, gradients and kept tiles."""
-    return _converted(operator, "native_precision", lambda tensor: tensor)
-
-
-def without_automatic_far_field(operator: LinearOperator) -> LinearOperator:
-    """The operator with tiles where far fields are "auto"."""
-    return _converted(operator, "without_automatic_far_field", lambda tensor: tensor)
+def with_products(operator: LinearOperator, change: Callable[[Any], Any]) -> LinearOperator:
+    """The operator with other `KernelProducts`; it shares tensors, gradients and kept tiles."""
+    return _converted(operator, "with_products", lambda tensor: tensor, change=change)
 
 
 def in_float64(operator: LinearOperator, *, keeps_tiles: bool = True) -> LinearOperator:

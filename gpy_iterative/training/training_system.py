@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import ApproximationWarning, NonFiniteError, warn
-from gpy_iterative.linear_operators.extensions import all_parts, in_float64, without_automatic_far_field
+from gpy_iterative.linear_operators.extensions import all_parts, in_float64, with_products
 from gpy_iterative.linear_operators.far_field.far_field import automatic_tolerance
 from gpy_iterative.linear_operators.from_gpytorch import flat_targets, noisy_operator, observed_data
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS
@@ -62,7 +62,8 @@ class TrainingSystem:
         errors = automatic_tolerance(size, operator.dtype) * size**0.5 * operator.signal_to_noise()
         if not bool((errors > 1).any()):
             return system
-        return replace(system, operator=without_automatic_far_field(operator))
+        in_tiles = lambda each: replace(each, far_field=None) if each.far_field == "auto" else each
+        return replace(system, operator=with_products(operator, in_tiles))
 
     def _is_rounded(self, limit: float) -> bool:
         """Whether rounding moves the value by more than `limit` nats, and n is small enough for float64."""

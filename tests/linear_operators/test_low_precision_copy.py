@@ -4,6 +4,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import gpytorch
 import pytest
@@ -30,7 +31,7 @@ from gpy_iterative.linear_operators import (
     principal_block,
     rows_matmul,
 )
-from gpy_iterative.linear_operators.extensions import all_parts, low_precision_copy, native_precision
+from gpy_iterative.linear_operators.extensions import all_parts, low_precision_copy, with_products
 from gpy_iterative.linear_operators.radial.functions import MATERN32
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
@@ -55,6 +56,10 @@ def periodic(precision: str) -> GenericKernelLinearOperator:
     return GenericKernelLinearOperator.of_kernel(
         gpytorch.kernels.PeriodicKernel().double(), random(N, 2), products=products
     )
+
+
+def native_precision(operator: LinearOperator) -> LinearOperator:
+    return with_products(operator, lambda products: replace(products, precision="native"))
 
 
 def twin(operator: LinearOperator) -> LinearOperator:

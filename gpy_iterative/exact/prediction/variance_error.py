@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gpy_iterative.exact.prediction.blocks import as_columns, converted, dense, from_columns, row_block, row_group
 from gpy_iterative.exact.prediction.projection import GalerkinProjection, Projection
-from gpy_iterative.linear_operators.extensions import native_precision
+from gpy_iterative.linear_operators.extensions import with_products
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveStatus, warn_of
@@ -87,7 +87,8 @@ def solved_variance(
     rest = rest.masked_fill((allowed >= 1).unsqueeze(-2), 0.0)
     least = allowed.clamp(TOLERANCE, 1.0).reshape(allowed.shape[:-1].numel(), allowed.shape[-1]).amin(0)
     groups = [ColumnGroup(f"point {number}", 1, tolerance) for number, tolerance in enumerate(least.tolist())]
-    operator = SumLinearOperator(native_precision(system.operator), RootLinearOperator(projection.local.product) * -1)
+    native = with_products(system.operator, lambda products: replace(products, precision="native"))
+    operator = SumLinearOperator(native, RootLinearOperator(projection.local.product) * -1)
     solver = ConjugateGradients(tolerance=TOLERANCE, preconditioner=None, max_epochs=enough or MAX_EPOCHS)
     solution = solver.solve(operator, rest, groups=groups)
     if solution.status is not SolveStatus.CONVERGED and enough is None:

@@ -1,5 +1,6 @@
 """Linear operators made of tiles."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -154,15 +155,9 @@ class TiledLinearOperator(LinearOperator):
         lower = lambda part: self.cache.in_float32(part) if torch.is_tensor(part) else part
         return rebuilt(self, lower, products=self._native_products(), cache=self.cache.low_precision)
 
-    def native_precision(self) -> LinearOperator:
-        if self.products.precision == "native":
-            return self
-        return rebuilt(self, lambda part: part, products=self._native_products())
-
-    def without_automatic_far_field(self) -> LinearOperator:
-        if self.products.far_field != "auto":
-            return self
-        return rebuilt(self, lambda part: part, products=replace(self.products, far_field=None))
+    def with_products(self, *, change: Callable[[KernelProducts], KernelProducts]) -> LinearOperator:
+        changed = change(self.products)
+        return self if changed == self.products else rebuilt(self, lambda part: part, products=changed)
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
         double = lambda part: part.double() if torch.is_tensor(part) and part.is_floating_point() else viewed(part)
