@@ -4,7 +4,7 @@ Versions do not count writes through `.data`, such as GPyTorch's `initialize`: c
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
 from typing import Any
@@ -89,6 +89,19 @@ def same_tensor(left: Tensor, right: Tensor) -> bool:
     if torch.equal(left, right):
         return True
     return left.is_floating_point() and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+
+
+def same_value(left: Any, right: Any, tensors: Callable[[Tensor, Tensor], bool] = same_tensor) -> bool:
+    """Equal types and contents of lists, tuples and dicts; NaN equals NaN. What has no hash is compared by identity."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return tensors(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(same_value(a, b, tensors) for a, b in zip(left, right, strict=True))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same_value(part, right[key], tensors) for key, part in left.items())
+    return left is right or (isinstance(left, Hashable) and bool(left == right or (left != left and right != right)))
 
 
 def _counting_writes(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:

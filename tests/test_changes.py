@@ -2,10 +2,12 @@
 
 import copy
 import gc
+import math
 
+import numpy as np
 import torch
 
-from gpy_iterative.changes import SeenData, SeenValues, SeenVersions, same_tensor
+from gpy_iterative.changes import SeenData, SeenValues, SeenVersions, same_tensor, same_value
 
 
 def test_versions_tell_views_apart() -> None:
@@ -84,3 +86,15 @@ def test_same_tensors_have_the_same_kind_and_missing_values() -> None:
     assert not same_tensor(tensor, tensor.double())
     assert not same_tensor(tensor, torch.tensor([1.0, 2.0]))
     assert not same_tensor(torch.ones(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+
+
+def test_same_values_have_the_same_types_and_contents() -> None:
+    value = {"numbers": [1, (2.5, math.nan)], "tensor": torch.tensor([torch.nan]), "name": "x"}
+    assert same_value(value, copy.deepcopy(value))
+    assert not same_value(value, value | {"numbers": [1, [2.5, math.nan]]})
+    assert not same_value(value, value | {"tensor": torch.zeros(1)})
+    assert not same_value(value, value | {"more": None})
+    assert not same_value(1, True)
+    array = np.zeros(2)  # its comparison is no bool
+    assert same_value([array], [array])
+    assert not same_value([array], [np.zeros(2)])

@@ -11,7 +11,7 @@ import torch
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from gpy_iterative.changes import same_tensor
+from gpy_iterative.changes import same_tensor, same_value
 from gpy_iterative.checks import check_params
 from gpy_iterative.linear_operators.from_gpytorch import NOISE_OF_INPUTS
 from gpy_iterative.training.snapshot import evaluation_copies
@@ -68,7 +68,7 @@ class LikelihoodParams:
 
     def equals(self, other: "LikelihoodParams | None") -> bool:
         """Compares by value."""
-        return other is not None and _same_leaves(vars(self), vars(other))
+        return other is not None and same_value(vars(self), vars(other))
 
     def to_bytes(self) -> Tensor:
         """Raises ValueError for unsupported arguments."""
@@ -160,15 +160,3 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _map_leaves(function, item) for name, item in value.items()}
     return function(value)
-
-
-def _same_leaves(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return same_tensor(left, right)
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(_same_leaves, left, right))
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same_leaves(left[name], right[name]) for name in left)
-    return left is right or (isinstance(left, _TrainingInput | bool | int | float | str) and left == right)

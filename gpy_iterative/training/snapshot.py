@@ -2,7 +2,7 @@
 
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from gpytorch.models import GP
 from torch import Tensor
 from torch.nn import Parameter
 
-from gpy_iterative.changes import same_tensor
+from gpy_iterative.changes import same_tensor, same_value
 from gpy_iterative.linear_operators.kernel_functions import clear_caches
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.training.training_system import unexpanded
@@ -102,9 +102,9 @@ class ModelSnapshot:
             tensors.keys() == self.tensors.keys()
             and all(same_tensor(tensor, self.tensors[name]) for name, tensor in tensors.items())
             and all(
-                _same(attributes.get(name, _UNKNOWN), value)
+                same_value(attributes.get(name, _UNKNOWN), value)
                 for name, value in self.attributes.items()
-                if _same(after.get(name, _UNKNOWN), value, operator.is_)
+                if same_value(after.get(name, _UNKNOWN), value, operator.is_)
             )
         )
 
@@ -189,15 +189,3 @@ def _plain(value: Any) -> Any:
         parts = [_plain(part) for part in value]
         return _UNKNOWN if any(part is _UNKNOWN for part in parts) else parts
     return _UNKNOWN
-
-
-def _same(left: Any, right: Any, tensors: Callable[[Tensor, Tensor], bool] = same_tensor) -> bool:
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, Tensor):
-        return tensors(left, right)
-    if isinstance(left, list):
-        return len(left) == len(right) and all(_same(a, b, tensors) for a, b in zip(left, right, strict=True))
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(part, right[name], tensors) for name, part in left.items())
-    return left == right or (left != left and right != right)
