@@ -10,6 +10,7 @@ import torch
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.fitting import AverageInformation
+from gpy_iterative.fitting.steps import levenberg_marquardt
 from gpy_iterative.fitting.steps.curvature import Curvature
 from gpy_iterative.fitting.steps.levenberg_marquardt import FIRST_DAMPING, RADIUS, RIDGE
 from gpy_iterative.fitting.steps.points import Assessment, Secant
@@ -117,6 +118,15 @@ def test_no_step_where_nothing_gains() -> None:
     with failing_evaluations(mll, NonFiniteError("no"), after=1, times=100):
         assert optimiser.step() is None
     assert all(map(torch.equal, parameters(mll), before))
+
+
+def test_no_step_leaves_the_report_of_its_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimiser = AverageInformation(regression(100))
+    optimiser.assess()
+    report = optimiser.mll.report
+    monkeypatch.setattr(levenberg_marquardt, "_gain", lambda *_: (-1.0, 0.0, True))
+    assert optimiser.step() is None
+    assert optimiser.mll.report is report
 
 
 def test_a_bound_holds_a_parameter_and_not_the_others() -> None:

@@ -112,12 +112,11 @@ class LevenbergMarquardt(ABC):
         Raises NonFiniteError, NotPositiveDefiniteError: at the first point. Later failing steps are undone.
         """
         point, found = self.point, self.assess()
-        undo, report = self._undo_to_here(), self.mll.report
+        undo = self._undo_to_here()
         try:
             return self._stepped(point, found, undo)
         except BaseException:  # also Ctrl-C
             undo()
-            self.mll.report = report
             raise
 
     def _stepped(self, point: Point, found: Assessment, undo: Callable[[], None]) -> Step | None:
@@ -230,11 +229,13 @@ class LevenbergMarquardt(ABC):
 
     def _undo_to_here(self) -> Callable[[], None]:
         parameters = self.coordinates.parameters
-        before, state, warned_of = copied(parameters), self.mll.training_state(), set(self.mll.warned_of)
+        before, state, report = copied(parameters), self.mll.training_state(), self.mll.report
+        warned_of = set(self.mll.warned_of)
 
         def undo() -> None:
             restore(parameters, before)
             self.mll.load_training_state(state)
+            self.mll.report = report
             self.mll.warned_of.intersection_update(warned_of)  # variants of an mll share it
 
         return undo

@@ -115,8 +115,7 @@ class QuasiNewton(LevenbergMarquardt):
         return found
 
     def _measured(self, point: Point, *, both_sides: bool) -> Curvature:
-        undo, report = self._undo_to_here(), self.mll.report
-        epochs, rows = 0.0, []
+        undo, epochs, rows = self._undo_to_here(), 0.0, []
         try:
             with held_warnings():  # of points that no step takes
                 for number in range(len(point.position)):
@@ -125,7 +124,6 @@ class QuasiNewton(LevenbergMarquardt):
                     rows.append(row)
         finally:
             undo()
-            self.mll.report = report
         matrix = torch.stack(rows)
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
         positive = values.abs()
