@@ -207,6 +207,7 @@ class RandomFeatures(ProbeDistribution):
 
     @property
     def residual_of_one(self) -> float | None:
+        """See `ProbeDistribution`."""
         return 0.2 if self.corrected else None
 
     def draw(

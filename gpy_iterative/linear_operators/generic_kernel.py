@@ -10,7 +10,7 @@ from gpytorch.kernels import GridInterpolationKernel, Kernel
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.extensions import rebuilt, whole_points
+from gpy_iterative.linear_operators.extensions import points_of, rebuilt, whole_points
 from gpy_iterative.linear_operators.kernel_functions import KernelFunction, leaves_of, shortest_lengthscales
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -317,13 +317,13 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def _entries(self, rows: Tensor, columns: Tensor, *batch: Tensor) -> Tensor:
         """Entries [p] from a block, in halves if it has many others."""
         outputs = self._outputs
-        row_points, i = (rows // outputs).unique(return_inverse=True)
-        column_points, j = (columns // outputs).unique(return_inverse=True)
+        row_points, i, row_outputs = points_of(rows, outputs)
+        column_points, j, column_outputs = points_of(columns, outputs)
         if len(row_points) * len(column_points) > DIAGONAL_BLOCK * max(len(rows), DIAGONAL_BLOCK):
             halves = zip(*(index.tensor_split(2) for index in (rows, columns, *batch)), strict=True)
             return torch.cat([self._entries(*half) for half in halves])
         block = self.evaluate(self.x1[..., row_points, :], self.columns[..., column_points, :])
-        return block[(*batch, i * outputs + rows % outputs, j * outputs + columns % outputs)]
+        return block[(*batch, i * outputs + row_outputs, j * outputs + column_outputs)]
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else self._rebuild(self.columns, self.x1)
@@ -376,9 +376,9 @@ class KernelTiles(Tiles):
             return operator.evaluate(operator.x1[..., rows, :], operator.columns[..., columns, :]).clone()
         if isinstance(rows, slice):
             rows = torch.arange(self.shape[-2], device=operator.device)[rows]
-        inputs, position = (rows // outputs).unique(return_inverse=True)
+        inputs, position, output = points_of(rows, outputs)
         start, stop, _ = columns.indices(self.shape[-1])
         first = start // outputs
         values = operator.evaluate(operator.x1[..., inputs, :], operator.columns[..., first : -(-stop // outputs), :])
-        values = values[..., position * outputs + rows % outputs, :]
+        values = values[..., position * outputs + output, :]
         return values[..., start - first * outputs : stop - first * outputs].clone()

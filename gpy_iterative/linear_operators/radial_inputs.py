@@ -8,7 +8,7 @@ all their coordinates.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from gpytorch import kernels
@@ -17,6 +17,8 @@ from torch import Tensor
 from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF, RadialFunction
 
 Inputs = TypeVar("Inputs", Tensor, Tensor | None)
+#: A kernel and its inputs x1 and x2.
+_Factor = tuple[kernels.Kernel, Tensor, Tensor | None]
 
 #: Inputs whose median is the origin of a radial kernel.
 CENTRE_ROWS = 256
@@ -42,12 +44,6 @@ class RadialInputs:
     outputscales: tuple[Tensor, ...] = ()
 
 
-class _Factor(NamedTuple):
-    kernel: kernels.Kernel
-    x1: Tensor
-    x2: Tensor | None
-
-
 def radial_inputs(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> RadialInputs | None:
     """Scaled inputs of a kernel, for x1 [*b, n, d] and x2 [*b, m, d] with active dims only; None if it is not radial.
 
@@ -59,8 +55,8 @@ def radial_inputs(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> Radi
         alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
         return RadialInputs(*_over_lengthscale(kernel, x1, x2), function, alpha)
     factors, outputscales = _factors(kernel, x1, x2)
-    periodic = [factor for factor in factors if _is_periodic(factor.kernel)]
-    rbf = [factor for factor in factors if _radial_function(factor.kernel) is RBF]
+    periodic = [factor for factor in factors if _is_periodic(factor[0])]
+    rbf = [factor for factor in factors if _radial_function(factor[0]) is RBF]
     if not factors or len(periodic) + len(rbf) < len(factors):
         return None
     circles, lines = [_on_circles(*factor) for factor in periodic], [_over_lengthscale(*factor) for factor in rbf]
@@ -77,7 +73,7 @@ def _factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> tuple[lis
         factors, outputscales = _factors(kernel.base_kernel, x1, x2)
         return factors, (kernel.outputscale, *outputscales)
     if type(kernel) is not kernels.ProductKernel:
-        return [_Factor(kernel, x1, x2)], ()
+        return [(kernel, x1, x2)], ()
     parts = [_factors(part, active_inputs(part, x1), active_inputs(part, x2)) for part in kernel.kernels]
     return [factor for part, _ in parts for factor in part], tuple(scale for _, part in parts for scale in part)
 
