@@ -4,27 +4,13 @@ Versions do not count writes through `.data`, such as GPyTorch's `initialize`: c
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class SeenValues:
-    """Tensors recognised by copied values."""
-
-    values: tuple[Tensor, ...] = ()
-
-    @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> "SeenValues":
-        return cls(tuple(tensor.detach().clone() for tensor in tensors))
-
-    def are(self, tensors: Sequence[Tensor]) -> bool:
-        return len(tensors) == len(self.values) and all(map(same_tensor, self.values, tensors))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from gpytorch import kernels
 from torch import Tensor
 
-from gpy_iterative.changes import SeenValues, SeenVersions
+from gpy_iterative.changes import SeenVersions, same_value
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal, kernel_matrix
@@ -22,15 +22,15 @@ class KeptAt:
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
-        self.hyperparameters, self.buffers = SeenValues(), SeenVersions()
+        self.hyperparameters, self.buffers = [], SeenVersions()
 
     @torch.inference_mode(False)  # later calls may ask for gradients
     @torch.no_grad()
     def get(self, kernel: kernels.Kernel, buffers: Sequence[Tensor], evaluate: Callable[[], Tensor]) -> Tensor:
         current = [*kernel.parameters(), *kernel.buffers()]
-        if self.value is None or not self.hyperparameters.are(current) or not self.buffers.are(buffers):
+        if self.value is None or not same_value(self.hyperparameters, current) or not self.buffers.are(buffers):
             self.value = evaluate()
-            self.hyperparameters, self.buffers = SeenValues.of(current), SeenVersions.of(buffers)
+            self.hyperparameters, self.buffers = [tensor.clone() for tensor in current], SeenVersions.of(buffers)
         return self.value
 
 
