@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 
-def check_count(name: str, value: Any, *, least: int = 1) -> None:
+def check_count(name: str, value: Any, *, least: int = 1, optional: bool = False) -> None:
+    if value is None and optional:
+        return
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name} must be a whole number, got {value!r}.")
     if value < least:

@@ -10,7 +10,7 @@ import torch
 from gpytorch import kernels
 
 import gpy_iterative as gpi
-from gpy_iterative.checks import check_fraction, check_positive
+from gpy_iterative.checks import check_count, check_fraction, check_positive
 from gpy_iterative.exact.probes import Rademacher
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from tests.exact.gaussian_models import regression
@@ -31,6 +31,12 @@ def test_counts(name: str, options: Callable) -> None:
         with pytest.raises(ValueError, match=f"{name} must be .*{message}"):
             options(**{name: bad})
     options(**{name: numpy.int64(4)})
+
+
+def test_only_an_optional_count_may_be_none() -> None:
+    check_count("rank", None, optional=True)
+    with pytest.raises(ValueError, match="rank must be a whole number, got None"):
+        check_count("rank", None)
 
 
 SEEDED: dict[str, Callable] = {

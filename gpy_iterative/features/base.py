@@ -84,8 +84,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
         check_inputs(model)
-        if batch_size is not None:
-            check_count("batch_size", batch_size)
+        check_count("batch_size", batch_size, optional=True)
         super().__init__(likelihood, model)
         zero = torch.tensor(0, device=CPU)  # 0 data: weights are not started
         counts = {"steps": zero, "num_data": zero}

@@ -65,8 +65,7 @@ def initialize_from_subsets(
         >>> likelihood.noise.item() < 0.7  # it began at 0.69
         True
     """
-    if subset_size is not None:
-        check_count("subset_size", subset_size)
+    check_count("subset_size", subset_size, optional=True)
     check_count("num_subsets", num_subsets)
     check_progress(progress)
     check_subsets(model, likelihood)

@@ -94,8 +94,7 @@ class KernelProducts:
     def __post_init__(self) -> None:
         if self.backend not in get_args(Backend):
             raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
-        if self.tile_size is not None:
-            check_count("tile_size", self.tile_size)
+        check_count("tile_size", self.tile_size, optional=True)
         if self.cache_memory is not None:
             check_number("cache_memory", self.cache_memory, "not be negative (bytes)", lambda number: number >= 0)
         if self.precision not in get_args(Precision):

@@ -58,8 +58,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("block_size", self.block_size)
-        if self.rank is not None:
-            check_count("rank", self.rank)
+        check_count("rank", self.rank, optional=True)
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         generator = torch.Generator().manual_seed(0) if inputs.generator is None else inputs.generator

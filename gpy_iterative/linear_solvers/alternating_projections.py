@@ -61,8 +61,7 @@ class AlternatingProjections(IterativeSolver[_State]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_size is not None:
-            check_count("block_size", self.block_size)
+        check_count("block_size", self.block_size, optional=True)
         check_instance("fallback", self.fallback, ConjugateGradients, "ConjugateGradients()")
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:

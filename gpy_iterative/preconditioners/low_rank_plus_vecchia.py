@@ -94,8 +94,7 @@ class LowRankPlusVecchia(PreconditionerRecipe):
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None:
-                check_count(name, value)
+            check_count(name, value, optional=True)
 
     @torch.no_grad()
     def choices(self, operator: LinearOperator, generator: torch.Generator | None = None) -> dict[str, Tensor]:

@@ -117,8 +117,7 @@ class RandomlyPivotedCholesky(PivotedCholesky):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_size is not None:
-            check_count("block_size", self.block_size)
+        check_count("block_size", self.block_size, optional=True)
 
     def _grow(self, partial: "PartialCholesky", generator: torch.Generator) -> None:
         proposals = max(8, math.ceil(self.rank / 10)) if self.block_size is None else self.block_size

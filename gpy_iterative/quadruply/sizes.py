@@ -21,8 +21,7 @@ SWEEPS_PER_BATCH = 4
 class TrainingData:
     def __init__(self, num_data: int | None, num_samples: int | None) -> None:
         for name, value in (("num_data", num_data), ("num_data_samples", num_samples)):
-            if value is not None:
-                check_count(name, value)
+            check_count(name, value, optional=True)
         if num_data is not None and num_samples is not None and num_samples > num_data:
             raise ValueError(f"num_data_samples must be at most num_data = {num_data}, got {num_samples}.")
         self.num_data, self.num_samples = num_data, num_samples

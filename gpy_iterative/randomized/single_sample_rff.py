@@ -69,8 +69,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     ) -> None:
         check_count("min_frequencies", min_frequencies)
         check_count("frequency_step", frequency_step)
-        if max_frequencies is not None:
-            check_count("max_frequencies", max_frequencies)
+        check_count("max_frequencies", max_frequencies, optional=True)
         second = min_frequencies + frequency_step
         if max_frequencies is not None and max_frequencies < second:
             raise ValueError(

@@ -54,8 +54,7 @@ class ExponentialTruncation:
 
     def __post_init__(self) -> None:
         check_count("min_steps", self.min_steps)
-        if self.max_steps is not None:
-            check_count("max_steps", self.max_steps)
+        check_count("max_steps", self.max_steps, optional=True)
         if self.max_steps is not None and self.max_steps < self.min_steps:
             raise ValueError(
                 f"max_steps must be at least min_steps = {self.min_steps}, got {self.max_steps}. None sets no limit."

@@ -166,8 +166,7 @@ class ProjectionRecipe:
 
     def __post_init__(self) -> None:
         for name, count in (("rank", self.rank), ("num_neighbours", self.num_neighbours)):
-            if count is not None:
-                check_count(name, count)
+            check_count(name, count, optional=True)
 
     def sizes_for(self, operator: LinearOperator) -> tuple[int, int]:
         rank, (least, most) = RANK, FAR_FIELD_RANKS

@@ -67,8 +67,7 @@ class LaplaceNewton(LaplaceSolver):
         super().__post_init__()
         check_count("max_inner", self.max_inner)
         check_count("max_rank", self.max_rank)
-        if self.num_covariance_actions is not None:
-            check_count("num_covariance_actions", self.num_covariance_actions, least=0)
+        check_count("num_covariance_actions", self.num_covariance_actions, optional=True, least=0)
         check_instance("preconditioner", self.preconditioner, LowRankRecipe, "RandomlyPivotedCholesky(rank=100)")
 
     def for_predictions(self, size: int) -> LaplaceSolver:
