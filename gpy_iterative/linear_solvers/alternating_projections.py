@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from gpy_iterative.checks import check_count, check_instance
 from gpy_iterative.linear_operators.extensions import columns_matmul, principal_block
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState
-from gpy_iterative.linear_solvers.cholesky import BlockFactor, block_cholesky
+from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, block_cholesky
 from gpy_iterative.linear_solvers.columns import READS_EVERY, Iterate
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
@@ -32,7 +32,7 @@ class _State(SolverState):
     block_size: int
     shortfall: float  # at the last look
     steps: int = 0  # since then
-    factors: dict[int, BlockFactor] = field(default_factory=dict)  # by block
+    factors: dict[int, CholeskyFactor] = field(default_factory=dict)  # by block
     chosen: Sequence[int] = ()  # next blocks
 
 

@@ -28,14 +28,15 @@ ADVICE = "Keep the noise away from zero (a noise constraint), use float64, or ch
 
 @dataclass(frozen=True)
 class CholeskyFactor:
-    """H = L L^T, in float64 for every dtype of H."""
+    """H = L L^T, of a system in float64 for every dtype of H."""
 
     lower: Tensor  # L [*b, n, n]
     dtype: torch.dtype  # of results
+    curvature: float = math.inf  # smallest eigenvalue of a block that needed jitter
 
     def solve(self, rhs: Tensor) -> Tensor:
         """H^-1 rhs for [*b, n, s]."""
-        return torch.cholesky_solve(rhs.double(), self.lower).to(self.dtype)
+        return torch.cholesky_solve(rhs.to(self.lower.dtype), self.lower).to(self.dtype)
 
     def whiten(self, rhs: Tensor) -> Tensor:
         """L^-1 rhs for [*b, n, s], in float64."""
@@ -147,27 +148,18 @@ def warned_cholesky(matrix: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     return factor
 
 
-@dataclass(frozen=True)
-class BlockFactor:
-    lower: Tensor  # float32 or float64
-    curvature: float = math.inf  # smallest eigenvalue, if jitter was needed
-
-    def solve(self, rhs: Tensor) -> Tensor:
-        return torch.cholesky_solve(rhs.to(self.lower.dtype), self.lower).to(rhs.dtype)
-
-
-def block_cholesky(block: Tensor) -> BlockFactor:
+def block_cholesky(block: Tensor) -> CholeskyFactor:
     """In the block's dtype, else in float64, else with jitter. Raises NonFiniteError."""
     for matrix in (block, block.double()):
         lower, info = torch.linalg.cholesky_ex(matrix)
         if not info:
-            return BlockFactor(lower)
+            return CholeskyFactor(lower, block.dtype)
     matrix = block.double()
     _check_finite(matrix, f"A block of {len(block)} rows")
     smallest = float(torch.linalg.eigvalsh(matrix)[0])
     jitter = max(-2 * smallest, JITTERS[0] * float(matrix.diagonal().amax()))
     identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    return BlockFactor(torch.linalg.cholesky(matrix + jitter * identity), smallest)
+    return CholeskyFactor(torch.linalg.cholesky(matrix + jitter * identity), block.dtype, smallest)
 
 
 def _check_finite(matrix: Tensor, name: str) -> None:
