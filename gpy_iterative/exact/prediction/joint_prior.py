@@ -70,8 +70,8 @@ def joint_prior(
         mean = mean.reshape(*batch, num_test * outputs)
     else:
         batch = torch.broadcast_shapes(batch_shape, joint.batch_shape)
-        mean, test_train = mean.expand(*batch, mean.shape[-1]), _expanded(test_train, batch)
-    test_test = _expanded(test_test, batch)
+        mean, test_train = mean.expand(*batch, mean.shape[-1]), expanded(test_train, batch)
+    test_test = expanded(test_test, batch)
     # Copies: variances are evaluated later, at these hyperparameters.
     return JointPrior(
         mean,
@@ -164,5 +164,6 @@ def _rounded_as(test_train: LinearOperator, test_test: LinearOperator) -> Linear
     return test_test
 
 
-def _expanded(operator: LinearOperator, batch: torch.Size) -> LinearOperator:
+def expanded(operator: LinearOperator, batch: torch.Size) -> LinearOperator:
+    """`operator.expand` to a batch shape; without a copy of one that has it."""
     return operator if operator.batch_shape == batch else operator.expand(*batch, *operator.matrix_shape)

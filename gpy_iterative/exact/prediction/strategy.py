@@ -1,10 +1,12 @@
 from typing import TYPE_CHECKING, Any
 
+import torch
 from gpytorch.distributions import MultivariateNormal
 from linear_operator import LinearOperator, to_linear_operator
 from torch import Size, Tensor
 
 from gpy_iterative.checks import check_autocast
+from gpy_iterative.exact.prediction.joint_prior import expanded
 
 if TYPE_CHECKING:
     from gpy_iterative.exact.prediction.posterior import PathwisePosterior
@@ -50,8 +52,10 @@ class PathwisePredictionStrategy:
         """Mean [*b, t] and lazy covariance [*b, t, t]. ValueError as `PathwisePosterior.check_grids`."""
         check_autocast()
         self._posterior.check_grids()
-        blocks = to_linear_operator(test_test_covar), to_linear_operator(test_train_covar)
-        return self._posterior.condition(self._posterior.solves, test_mean, *blocks)
+        solves, blocks = self._posterior.solves, (test_test_covar, test_train_covar)
+        # Only the mean or the targets may have a batch.
+        batch = torch.broadcast_shapes(solves.system.batch_shape, test_mean.shape[:-1], test_test_covar.shape[:-2])
+        return self._posterior.condition(solves, test_mean, *(expanded(to_linear_operator(b), batch) for b in blocks))
 
     def get_fantasy_strategy(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 from gpy_iterative.prediction import PathwisePosterior, PathwisePredictionStrategy
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
 from tests.botorch_apart import acquisition, models, sampling, transforms
-from tests.exact.gaussian_models import CASES, data
+from tests.exact.gaussian_models import CASES, Regression, data
 from tests.exact.prediction.test_posterior import held_out_points
 
 SOLVERS = [Cholesky(), ConjugateGradients(tolerance=1e-10)]
@@ -77,6 +77,23 @@ def test_acquisition_functions(solver: Cholesky | ConjugateGradients) -> None:
     PathwisePosterior(model, model.likelihood, solver=solver, exact_below=0).install()
     for ours, stock in zip(_acquisitions(model, x.clone()), wanted, strict=True):
         torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("exact_below", [6000, 0])
+@pytest.mark.parametrize("batch", [(), (3, 1)])
+def test_a_batch_of_means_and_one_kernel(batch: tuple[int, ...], exact_below: int) -> None:
+    """GPyTorch's strategy fails for one list of points."""
+    x, y = data()
+    model = Regression(x, y, gpytorch.likelihoods.GaussianLikelihood(), gpytorch.kernels.RBFKernel(), (2,)).double()
+    model.mean_module.constant.data = torch.tensor([0.0, 3.0], dtype=torch.float64)
+    posterior = PathwisePosterior(model, model.likelihood, exact_below=exact_below, rank=39, num_neighbours=1)
+    points = held_out_points(6).expand(*batch, 6, 3)
+    wanted = posterior(points)
+    posterior.install()
+    prediction = model(points)
+    assert prediction.mean.shape == prediction.variance.shape == (*batch[:1], 2, 6)
+    torch.testing.assert_close(prediction.mean, wanted.mean)
+    torch.testing.assert_close(prediction.variance, wanted.variance)
 
 
 def test_samples_of_a_distribution() -> None:
