@@ -121,8 +121,8 @@ class RadialFarField(RadialTiles):
         for _, of_part in groupby(batches, lambda batch: batch.key[0]):
             first, *others = of_part
             rows = first.part.points
-            points = self.x1.index_select(0, rows.flatten()).view(*rows.shape, -1).mT.contiguous()
-            by_node = zeros(points.shape)
+            points = self.x1.double().index_select(0, rows.flatten()).view(*rows.shape, -1).mT.contiguous()
+            by_node = torch.zeros_like(points)
             for batch in (first, *others):
                 factor = vectors[batch.part.step]
                 left, halves = factor.index_select(0, batch.left), factor.unflatten(1, (len(swapped), -1)).flatten(0, 1)
@@ -135,7 +135,7 @@ class RadialFarField(RadialTiles):
                 values, derivatives = self.values_and_derivatives(batch)
                 if value:
                     sum_of_values += torch.linalg.vecdot(values.flatten(1), weights.flatten(1)).sum(dtype=torch.float64)
-                _add_differences(by_node, points, batch, weights.mul_(derivatives))
+                _add_differences(by_node, points, batch, weights.mul_(derivatives).double())
             inputs.index_add_(0, rows.flatten(), by_node.mT.flatten(0, 1))
         return [inputs, sum_of_values, sum_of_alpha]
 
@@ -143,11 +143,12 @@ class RadialFarField(RadialTiles):
 def _add_differences(sums: Tensor, points: Tensor, batch: Batch, weights: Tensor) -> None:
     """Adds sum_j W_ij (x_i - x_j) to every point i of a batch's nodes, and the opposite to every j.
 
-    Sums and points are [nodes, d, size]: products with few rows are faster than with few columns.
+    Sums and points are [nodes, d, size]: products with few rows are faster than with few columns. All are float64: a node
+    may lie in two distant clusters, and the sums are differences of two products.
     """
     left, right = points.index_select(0, batch.left), points.index_select(0, batch.right)
     centre = left[..., :1]  # near both, to keep digits
     for nodes, own, other, to_own in ((batch.left, left, right, weights.mT), (batch.right, right, left, weights)):
         own, other = own - centre, torch.nn.functional.pad(other - centre, (0, 0, 0, 1), value=1.0)
         products, ones = torch.bmm(other, to_own).split([own.shape[1], 1], dim=1)
-        sums.index_add_(0, nodes, (ones * own - products).double())
+        sums.index_add_(0, nodes, ones * own - products)

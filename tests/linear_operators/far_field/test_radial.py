@@ -224,6 +224,17 @@ def test_the_derivative_beside_a_long_lengthscale() -> None:
     assert relative(gradient(1e-6), gradient(None)) < 1e-5
 
 
+def test_derivatives_of_distant_clusters() -> None:
+    """Nodes lie in two clusters, thousands of lengthscales apart: in float32 sums of differences lost all digits."""
+    cluster = torch.randint(10, (N, 1), generator=torch.Generator().manual_seed(2))
+    x = (4000 * vectors(10, 2)[cluster.squeeze(1)] + uniform(N, 2)).float().requires_grad_()
+    left = vectors(N, 3).float()
+    found, true = (
+        torch.autograd.grad((left * (radial(x, MATERN12, far_field) @ left)).sum(), x)[0] for far_field in (1e-5, None)
+    )
+    assert relative(found, true) < 1e-6
+
+
 def test_directional_derivatives() -> None:
     v = vectors(N, 1)[:, 0]
     field, tiles = (radial(uniform(N, 2), RATIONAL_QUADRATIC, far_field) for far_field in (1e-5, None))
