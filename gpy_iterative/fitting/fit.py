@@ -22,6 +22,7 @@ from gpy_iterative.fitting.subsets import check_subsets, initialize_from_subsets
 from gpy_iterative.training.data_advice import warn_of_data, warn_of_latent_model, warn_of_model
 from gpy_iterative.training.progress import Progress, check_progress
 from gpy_iterative.training.run import Resumable, make_generator
+from gpy_iterative.training.training_system import check_hyperparameters
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ def fit(
             "gpi.fit needs a marginal log likelihood of gpy_iterative such as gpi.mlls.HutchinsonMarginalLogLikelihood, "
             f"got {type(mll).__name__}. Fit the members of a sum one by one."
         )
+    check_hyperparameters(mll.named_parameters())
     # Before the choice, which changes buffers.
     before = {name: tensor.clone() for name, tensor in mll.state_dict().items()}
     modes = [(module, module.training) for module in mll.modules()]

@@ -126,8 +126,13 @@ def check_inputs(model: ExactGP) -> None:
 
 
 def check_hyperparameters(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises NonFiniteError, which BoTorch's line search tolerates."""
+    """Raises ValueError, or NonFiniteError, which BoTorch's line search tolerates."""
     for name, parameter in named:
+        if parameter.is_inference() and torch.is_grad_enabled():
+            raise ValueError(
+                f"The parameter {name} was made under torch.inference_mode, so it can have no gradient: make model and "
+                "likelihood outside of it."
+            )
         if not torch.isfinite(parameter).all():
             advice = "Use a smaller learning rate, or a constraint on it."
             if parameter.isinf().any():  # as by `likelihood.noise = 1e-4`, GPyTorch's bound

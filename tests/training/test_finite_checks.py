@@ -108,6 +108,15 @@ def test_every_method_checks(make: Callable[[], tuple[Any, Callable[[], Tensor]]
     assert parameter.grad is not None
 
 
+@pytest.mark.parametrize("make", [_laplace, _features, _quadruply])
+def test_parameters_that_were_made_without_gradients(make: Callable[[], tuple[Any, Callable[[], Tensor]]]) -> None:
+    with torch.inference_mode():
+        mll, evaluate = make()
+    for ask in (evaluate, lambda: gpi.fit(mll, progress=False)):
+        with pytest.raises(ValueError, match=r"was made under torch.inference_mode.* outside of it"):
+            ask()
+
+
 def test_watch_ends_with_its_backward_pass() -> None:
     module = torch.nn.Linear(2, 1, bias=False)
     value = with_checked_gradient(module.weight.sum(), module)
