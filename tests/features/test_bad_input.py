@@ -257,6 +257,14 @@ def test_dtypes_of_kernel_and_data() -> None:
         MLLS[0](likelihood, Regression(x, y, likelihood, kernels.LinearKernel()))
 
 
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(mll_class: type, dtype: torch.dtype) -> None:
+    case = feature_case(KERNELS["linear"](), dtype=dtype)
+    with pytest.raises(ValueError, match=rf"need float32 or float64.* {dtype}.*\.float\(\)"):
+        mll_class(case.likelihood, case.model)(case.model(case.x), case.y)
+
+
 @pytest.mark.parametrize("layer", [torch.nn.BatchNorm1d(5), torch.nn.Dropout(0.3), torch.nn.RReLU()])
 def test_layers_whose_features_are_the_batchs(layer: torch.nn.Module) -> None:
     extractor = torch.nn.Sequential(network(), layer)

@@ -21,6 +21,7 @@ from gpy_iterative.linear_operators.from_gpytorch import (
 )
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.radial_inputs import value_dtype
 from gpy_iterative.spectral.finite import WeightSpaceFeatures, concatenated, feature_map, has_feature_map
 from gpy_iterative.training.progress import Progress, reporting
 
@@ -67,6 +68,7 @@ class WeightSpacePrior:
         self.terms, self.jitter = parts.terms, parts.diagonal
         for term in self.terms:
             check_kernel_dtype(term.kernel, term.inputs)
+            KernelProducts().check(value_dtype(term.kernel, term.inputs))
 
     def features(self, rows: Tensor | None = None) -> WeightSpaceFeatures:
         """Basis [*b, n, m] and variances [m] at all or some rows."""
