@@ -19,7 +19,7 @@ from gpy_iterative.fitting.steps.adam import AdamSteps, Batches
 from gpy_iterative.fitting.steps.average_information import AverageInformation
 from gpy_iterative.fitting.steps.quasi_newton import HasExactValues, QuasiNewton
 from gpy_iterative.fitting.subsets import check_subsets, initialize_from_subsets
-from gpy_iterative.training.data_advice import warn_of_data, warn_of_latent_model, warn_of_model
+from gpy_iterative.training.data_advice import warn_of_data, warn_of_latent_model, warn_of_mini_batches
 from gpy_iterative.training.progress import Progress, check_progress
 from gpy_iterative.training.run import Resumable, make_generator
 from gpy_iterative.training.training_system import check_hyperparameters
@@ -172,4 +172,4 @@ def _warn_of_data(mll: Any, params: Sequence[Any]) -> None:
     elif isinstance(mll, HasExactValues):  # Laplace's
         warn_of_latent_model(mll.model)
     else:
-        warn_of_model(mll.model)
+        warn_of_mini_batches(mll.model, mll.likelihood)

@@ -7,6 +7,7 @@ from typing import Any
 
 import gpytorch
 import torch
+from gpytorch.distributions import MultivariateNormal
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import SumLinearOperator
@@ -30,8 +31,8 @@ FLAT = 1e-3
 SMALL = 0.01
 #: Rows whose nearest neighbours are computed.
 CENTRES = 64
-#: Rows on which terms of a sum are compared.
-EQUAL_ROWS = 5
+#: Rows on which terms of a sum are compared, and of which mini-batch methods compute the prior variance.
+EQUAL_ROWS, SOME_ROWS = 5, 1000
 #: Largest ratio of the standard deviations of targets and prior, and distance of their means in the larger one.
 SPREAD, SHIFT = 20.0, 10.0
 #: Likelihoods whose targets are latent values with noise.
@@ -62,12 +63,7 @@ def warn_of_latent_model(model: Any) -> None:
     inputs, targets = model.train_inputs, model.train_targets
     if not inputs or targets is None or len(targets) < 2:
         return
-    # A forward pass in training mode changes layers, as BatchNorm.
-    copies = ModuleCopies(own=("_parameters", "_buffers"), apart=True, tensor=torch.Tensor.clone)
-    copy, likelihood = evaluation_copies(model, model.likelihood, copies)
-    for copied, own in zip(copy.modules(), model.modules(), strict=True):
-        copied.training = own.training or not model.training
-    prior = prior_at(copy, list(inputs))
+    prior, likelihood = _prior(model, model.likelihood)
     kernel = to_linear_operator(kernel_operator(prior.lazy_covariance_matrix, KernelProducts(far_field=None)))
     _warn(_equal_terms(kernel), _inputs_of_another_scale(kernel, inputs))
     if isinstance(likelihood, OF_LOCATION) and targets.dim() == 1 and targets.shape == prior.mean.shape:
@@ -76,6 +72,34 @@ def warn_of_latent_model(model: Any) -> None:
             low, high = residual.sort().values[[len(residual) // 6, len(residual) * 5 // 6]]
             variance = kernel._diagonal() + likelihood.noise.mean()
             _warn(_targets_of_another_scale(variance, residual, outer=(high - low) / 2))
+
+
+@torch.no_grad()
+def warn_of_mini_batches(model: Any, likelihood: gpytorch.likelihoods.Likelihood) -> None:
+    """For mini-batch methods. Cost: the mean at all data, and the variance at a thousand."""
+    warn_of_model(model)
+    inputs, targets = getattr(model, "train_inputs", None), getattr(model, "train_targets", None)
+    if not inputs or targets is None or targets.dim() != 1 or len(targets) < 2:
+        return
+    _warn(_another_likelihood(model, likelihood))
+    prior, likelihood = _prior(model, likelihood)
+    if not isinstance(likelihood, OF_LOCATION) or targets.shape != prior.mean.shape:
+        return
+    noise, some = likelihood.noise.expand(len(targets)), slice(None, None, -(-len(targets) // SOME_ROWS))
+    covariance = prior.lazy_covariance_matrix[some, some]
+    kernel = to_linear_operator(kernel_operator(covariance, KernelProducts(far_field=None)))
+    _warn(_equal_terms(kernel), _equal_rows(model, likelihood, noise))
+    if (targets != targets[0]).any():
+        _warn(_targets_of_another_scale(kernel._diagonal() + noise[some], targets - prior.mean))
+
+
+def _prior(model: Any, likelihood: Any) -> tuple[MultivariateNormal, Any]:
+    # A forward pass in training mode changes layers, as BatchNorm.
+    copies = ModuleCopies(own=("_parameters", "_buffers"), apart=True, tensor=torch.Tensor.clone)
+    copy, likelihood = evaluation_copies(model, likelihood, copies)
+    for copied, own in zip(copy.modules(), model.modules(), strict=True):
+        copied.training = own.training or not model.training
+    return prior_at(copy, list(model.train_inputs)), likelihood
 
 
 @torch.no_grad()

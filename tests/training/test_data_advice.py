@@ -11,8 +11,10 @@ from gpytorch.kernels import MaternKernel, PeriodicKernel, RBFKernel, ScaleKerne
 import gpy_iterative as gpi
 from gpy_iterative.errors import DataWarning
 from gpy_iterative.fitting.choice import system_now
+from gpy_iterative.training import data_advice
 from gpy_iterative.training.data_advice import warn_of_data, warn_of_latent_model, warn_of_model
 from tests.exact.gaussian_models import CASES, Regression, data
+from tests.features.feature_models import fourier
 
 Data = tuple[torch.Tensor, torch.Tensor]
 
@@ -346,3 +348,46 @@ def test_other_marginal_log_likelihoods_know_of_constant_columns() -> None:
     model = Regression(x, y, gpytorch.likelihoods.GaussianLikelihood(), RBFKernel(ard_num_dims=18))
     with pytest.warns(DataWarning, match="remove column 1 of the inputs"):
         warn_of_model(model)
+
+
+def mini_batch_advice(x: torch.Tensor, y: torch.Tensor, kernel: gpytorch.kernels.Kernel | None = None) -> list[str]:
+    """The sentences of a fit, in order."""
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x, y, likelihood, ScaleKernel(fourier(num_dims=3)) if kernel is None else kernel).to(x)
+    mll = gpi.mlls.VariationalFeatureMarginalLogLikelihood(likelihood, model, batch_size=10, generator=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gpi.fit(mll, max_steps=1, progress=False)
+    assert all(each.category is DataWarning for each in caught)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("scale", "shift", "sentence"),
+    [
+        (1.0, 0.0, None),
+        (1e3, 0.0, "The targets have a standard deviation of 1e+03, and the prior one of"),
+        (1e-3, 0.0, "The targets have a standard deviation of 0.001, and the prior one of"),
+        (1.0, 50.0, "The targets lie 42.5 standard deviations away from the prior's mean"),
+        (0.0, 1.0, "All targets are equal"),
+    ],
+)
+def test_targets_of_mini_batches(scale: float, shift: float, sentence: str | None) -> None:
+    x, y = standardised(60, 3)
+    found = mini_batch_advice(x, scale * y + shift)
+    assert [each[: len(sentence or "")] for each in found] == ([] if sentence is None else [sentence])
+
+
+def test_the_variance_of_mini_batches_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that are sorted, as by time: the first ones are not like the others."""
+    monkeypatch.setattr(data_advice, "SOME_ROWS", 2)
+    y = torch.linspace(0, 10, 60, dtype=torch.float64) ** 3
+    kernel = gpytorch.kernels.LinearKernel() + gpytorch.kernels.LinearKernel()
+    (sentence,) = mini_batch_advice(y.unsqueeze(-1), y, kernel)
+    assert sentence.startswith("Two terms of the kernel's sum are equal")
+
+
+def test_copies_of_rows_in_mini_batches() -> None:
+    x, y = standardised(60, 3)
+    (sentence,) = mini_batch_advice(torch.cat([x, x[:20]]), torch.cat([y, y[:20]]))
+    assert sentence.startswith("20 of 80 rows are exact copies of others")
