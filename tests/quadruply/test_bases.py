@@ -240,6 +240,20 @@ def test_bases_follow_conversions() -> None:
         torch.testing.assert_close(after.double(), before, rtol=1e-3, atol=1e-4)
 
 
+def test_eigenvectors_keep_their_digits_in_conversions() -> None:
+    """A run that goes on in a new process converts a new model as the first one was, and loads its state."""
+    x = inputs().float()
+    kernel = rbf().float().requires_grad_(False)
+    first, second = NystromBasis(kernel, x), NystromBasis(kernel, x.flip(0)).float()
+    rotation, features = first.rotation, first.head_features(x)
+    first.float()
+    first.settle()
+    second.load_state_dict(first.state_dict())
+    for basis in (first, second):
+        assert torch.equal(basis.rotation, rotation)
+        assert torch.equal(basis.head_features(x), features)
+
+
 def test_what_is_kept_is_forgotten_by_loading() -> None:
     # Other points at equal hyperparameters.
     x = inputs(16)

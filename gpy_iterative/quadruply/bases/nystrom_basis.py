@@ -1,5 +1,7 @@
 """Nystrom eigenfeatures, and random features of the residual."""
 
+from collections.abc import Callable
+
 import torch
 from gpytorch import kernels
 from torch import Tensor
@@ -57,8 +59,14 @@ class NystromBasis(KernelFunctionBasis):
         # Those of omitted eigenvalues are zero.
         self.num_head_features = len(inducing_points)
         self._rotation_at, self._projection_at = KeptAt(), KeptAt()
-        # Float64, since columns differ by orders of magnitude.
+        # Float64, also after a conversion of the model, since columns differ by orders of magnitude.
         self.register_buffer("rotation", self._rotation_at.get(kernel, [self.points], self._new_rotation))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NystromBasis":
+        rotation = self.rotation
+        super()._apply(fn, recurse)
+        self.rotation = rotation.to(self.rotation.device)
+        return self
 
     def settle(self) -> None:
         self.rotation = self._rotation_at.get(self.kernel, [self.points], self._new_rotation)
@@ -100,7 +108,7 @@ class NystromBasis(KernelFunctionBasis):
         return torch.where(kept, vectors * values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), 0)
 
     def _new_projection(self) -> Tensor:
-        rotation = self.rotation[:, self.rotation.any(0)].double()  # float32 after a conversion of the model
+        rotation = self.rotation[:, self.rotation.any(0)]
         lower, info = torch.linalg.cholesky_ex(rotation.mT @ gram_matrix(self.kernel, self.points) @ rotation)
         if info:
             raise NonFiniteError(
