@@ -13,6 +13,7 @@ from torch.distributions import Distribution
 
 from gpy_iterative.checks import check_autocast, check_count, check_finite, check_same_kind
 from gpy_iterative.exact.prediction.covariance import DenseOnRequestLinearOperator
+from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
 from gpy_iterative.quadruply.feature_weights import FeatureWeights, WeightRows
 
@@ -175,6 +176,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         if x.dim() != 2:
             raise ValueError(f"The inputs must be [n, d], got {tuple(x.shape)}: a batch of models is not supported.")
         check_same_kind("The model", self.basis.like, "the inputs", x)
+        KernelProducts().check(x.dtype)
         return x
 
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,12 +57,15 @@ class FourierGroups(torch.nn.Module):
         features = made.differentiable if torch.is_grad_enabled() else made.features
         return scale * features([self._term(kernel, x)], self._draws(kernel, groups))
 
-    def _term(self, kernel: kernels.Kernel, x: Tensor) -> KernelTerm:
+    def check_columns(self, x: Tensor) -> None:
         if x.shape[-1] != self.num_dims:
             raise ValueError(
                 f"The basis was made for inputs with {self.num_dims} columns, got {x.shape[-1]}: pass the same columns, or "
                 "make a basis with another num_dims."
             )
+
+    def _term(self, kernel: kernels.Kernel, x: Tensor) -> KernelTerm:
+        self.check_columns(x)
         return KernelTerm(kernel, active_inputs(kernel, x))
 
     def _draw(self, kernel: kernels.Kernel, seed: int, count: int) -> Draws:
@@ -126,6 +129,7 @@ class RandomFourierBasis(FeatureBasis):
         return self.fourier.features(self.kernel, x, groups)
 
     def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:
+        self.fourier.check_columns(x)
         return kernel_diagonal(self.kernel, x)
 
 
