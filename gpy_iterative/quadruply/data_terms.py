@@ -19,6 +19,7 @@ from gpy_iterative.quadruply.bases.nystrom_basis import NystromBasis
 from gpy_iterative.quadruply.feature_weights import FeatureWeights
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.samples import Head, KnownValues, Sample
+from gpy_iterative.training.data_advice import warn_of_targets
 from gpy_iterative.training.likelihood_forms import expected_log_prob
 
 #: 1 / (largest curvature of a logistic likelihood).
@@ -193,6 +194,15 @@ def initialization_undone(weights: FeatureWeights, *, always: bool) -> Iterator[
     finally:
         if undo and before is not None:
             weights.load_state_dict(before, strict=False)
+
+
+@torch.no_grad()
+def warn_of_scale(model: QuadruplyStochasticGP, rows: Rows) -> None:
+    is_known = rows.noise is not None and model.basis.knows_group_variance
+    if is_known and (rows.target != rows.target[0]).any():  # a batch may have equal targets
+        head = model.head_features(rows.x)
+        variance = head.square().sum(-1) + model.tail_prior_variance(rows.x, head)
+        warn_of_targets(variance + rows.noise, rows.residual)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from gpy_iterative.quadruply.data_terms import (
     site_bound,
     warn_of_capacity,
     warn_of_omission,
+    warn_of_scale,
 )
 from gpy_iterative.quadruply.known_points import KnownPoints, check_entries
 from gpy_iterative.quadruply.model import DeferredPrediction, QuadruplyStochasticGP
@@ -247,6 +248,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         rows = call.rows(model, index, is_gaussian=self.is_unbiased)
         if not model.weights.initialized:
             initialize_weights(model, rows, call.num_data)
+            warn_of_scale(model, rows)
             warn_of_omission(model, rows)
             warn_of_capacity(model, rows, call.num_data, (*model.hyperparameters(), *self.likelihood.parameters()))
         first = self._sample(call)

@@ -93,6 +93,12 @@ def warn_of_mini_batches(model: Any, likelihood: gpytorch.likelihoods.Likelihood
         _warn(_targets_of_another_scale(kernel._diagonal() + noise[some], targets - prior.mean))
 
 
+@torch.no_grad()
+def warn_of_targets(variance: Tensor, residual: Tensor) -> None:
+    """For prior variances [b], with noise, and targets minus mean [n]."""
+    _warn(_targets_of_another_scale(variance, residual))
+
+
 def _prior(model: Any, likelihood: Any) -> tuple[MultivariateNormal, Any]:
     # A forward pass in training mode changes layers, as BatchNorm.
     copies = ModuleCopies(own=("_parameters", "_buffers"), apart=True, tensor=torch.Tensor.clone)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gpy_iterative as gpi
-from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
+from gpy_iterative.errors import DataWarning, NonFiniteError, UnsupportedLikelihoodError
 from gpy_iterative.mlls import QuadruplyStochasticELBO
 from gpy_iterative.models import (
     InducingPointBasis,
@@ -287,7 +287,7 @@ def test_a_failed_first_step_leaves_no_trace() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
     mll, model, x, y = make()
     state = mll.training_state()
-    with pytest.raises(NonFiniteError):
+    with pytest.warns(DataWarning, match="standardise the targets"), pytest.raises(NonFiniteError):
         mll(model(x), 1e200 * y)
     assert mll.training_state().keys() == state.keys()  # no control variate
     assert not model.weights.initialized
@@ -330,6 +330,41 @@ def test_states_of_other_models() -> None:
     with pytest.raises(ValueError, match=r"another model: its 'total' has shape \(20, 1\)"):
         into.load_training_state(state | {"description": before["description"]})
     assert into.training_state().keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    ("scale", "shift", "sentence"),
+    [(1e3, 0.0, "standardise the targets"), (1e-3, 0.0, "standardise the targets"), (1.0, 50.0, "subtract their mean")],
+)
+def test_the_first_step_warns_of_targets_of_another_scale(scale: float, shift: float, sentence: str) -> None:
+    _, model, x, y = make()
+    nystrom = QuadruplyStochasticGP(NystromBasis(model.basis.kernel, x[:10]))
+    for each in (model.requires_grad_(False), nystrom):
+        mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2), each, num_data=60, num_steps_per_batch=1, generator=0)
+        with pytest.warns(DataWarning, match=sentence):
+            mll(each(x), scale * y + shift)
+        mll(each(x), scale * y + shift)
+        each.weights.initialized.fill_(0)
+        mll(each(x), y)
+        each.weights.initialized.fill_(0)
+        mll(each(x), torch.zeros_like(y))  # as in a batch of rare events
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_inputs_with_other_columns_than_the_frequencies(columns: int) -> None:
+    mll, model, x, y = make()
+    others = x[:, :1].expand(-1, columns)
+    with pytest.raises(ValueError, match=f"made for inputs with 2 columns, got {columns}"):
+        mll(model(others), y)
+    with pytest.raises(ValueError, match=f"made for inputs with 2 columns, got {columns}"):
+        model.eval()(others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    _, model, x, _ = make()
+    with pytest.raises(ValueError, match=rf"need float32 or float64.* {dtype}.*\.float\(\)"):
+        model.to(dtype)(x.to(dtype))
 
 
 def test_pickling_and_conversion() -> None:
