@@ -649,6 +649,15 @@ def test_row_numbers_for_a_method_that_takes_all_rows() -> None:
         quiet(mll, batches=[torch.arange(5)])
 
 
+def test_row_numbers_for_a_model_without_training_data() -> None:
+    x, _ = data(40)
+    kernel = gpytorch.kernels.RBFKernel().double().requires_grad_(False)
+    model = gpi.models.QuadruplyStochasticGP(gpi.models.NystromBasis(kernel, x[:10]))
+    mll = gpi.mlls.QuadruplyStochasticELBO(gpytorch.likelihoods.GaussianLikelihood().double(), model)
+    with pytest.raises(ValueError, match=r"row numbers, and the model has no training data of its own: pass pairs"):
+        quiet(mll, batches=[torch.arange(5)])
+
+
 def test_a_pair_of_other_rows() -> None:
     mll = regression(20)
     x, y = mll.model.train_inputs[0], mll.model.train_targets
@@ -705,7 +714,7 @@ def test_a_fit_that_cannot_begin_changes_nothing(method: str) -> None:
     case = CASES["deep"]()
     case.model.scale = gpytorch.utils.grid.ScaleToBounds(-1.0, 1.0)
     case.model.network.append(case.model.scale)
-    case.model.train_targets[3] = torch.nan
+    case.y[3] = torch.nan
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model.double(), generator=0).eval()
     before = {name: tensor.clone() for name, tensor in mll.state_dict().items()}
     with pytest.raises(ValueError, match="must be finite"):

@@ -207,5 +207,7 @@ def _stretch(part: Coordinate) -> Tensor:
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
     if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
         return batch[0], batch[1]
+    if isinstance(batch, Tensor) and not batch.is_floating_point():
+        raise ValueError("batches= has row numbers, and the model has no training data of its own: pass pairs (x, y).")
     shown = f"a tensor of {batch.dtype}" if isinstance(batch, Tensor) else type(batch).__name__
     raise ValueError(f"Each of batches= must be a pair (x, y) or a tensor of row numbers, got {shown}.")
