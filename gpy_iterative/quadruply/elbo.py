@@ -87,8 +87,8 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
             num_control_points is given.
         num_control_points: of a control variate for steps that draw rows. None is 500 with Gaussian noise and sampled
             features.
-        sparse_gradients: gradients hold only sampled rows, for Adagrad, SGD and SparseAdam; False for other
-            optimisers.
+        sparse_gradients: where steps sample features, gradients hold only their rows, for Adagrad, SGD and SparseAdam;
+            False for other optimisers.
         generator: of samples, or its seed.
 
     Attributes:
@@ -288,7 +288,8 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         model = self.model
         ring = model.basis.exchangeable
         groups = draw_set(model.num_tail_groups, self.num_group_samples, call.generator, ring=ring)
-        return Sample(model, groups.to(model.device), sparse=self.sparse_gradients)
+        has_all = len(groups) == model.num_tail_groups
+        return Sample(model, groups.to(model.device), sparse=self.sparse_gradients and not has_all)
 
     def _inputs_of(self, function_dist: DeferredPrediction) -> Tensor:
         if not isinstance(function_dist, DeferredPrediction):

@@ -787,3 +787,15 @@ def test_a_control_variate_starts_anew() -> None:
     assert not torch.equal(after["control.y"], before["control.y"])
     assert not torch.equal(after["latent.x"], before["latent.x"])
     assert control_error(mll) < 1e-12
+
+
+def test_a_step_that_evaluates_all_features_has_dense_gradients() -> None:
+    """Which every optimiser takes, such as Adam for the head alone."""
+    model, x, y = fourier_problem()
+    head_alone = QuadruplyStochasticGP(NystromBasis(model.basis.kernel, x[:10]))
+    for each in (head_alone, model):
+        mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2), each, generator=0)
+        optimizer = torch.optim.Adam(mll.parameters(), lr=0.01)
+        (-mll(each(x), y)).backward()
+        optimizer.step()
+        assert not any(parameter.grad.is_sparse for parameter in mll.parameters() if parameter.grad is not None)
