@@ -59,7 +59,7 @@ class HeadNaturalGradient(_Optimizer):
     def step(self, closure: None = None) -> None:
         """A step for all backward passes since the last; cost O(b h min(b, h)) in float64.
 
-        Raises RuntimeError if the gradient is not from a `QuadruplyStochasticELBO`.
+        Raises RuntimeError if the gradient is not from a `QuadruplyStochasticELBO`, ValueError for more rows than n.
         """
         weights = self.weights
         if weights.head_mean.grad is None:
@@ -70,6 +70,11 @@ class HeadNaturalGradient(_Optimizer):
                 "noted. Make the optimiser before loss.backward(), and call backward() before every step."
             )
         seen, weights.seen = weights.seen, []
+        if (most := max(len(rows.features) for rows in seen)) > self.num_data:
+            raise ValueError(
+                f"num_data of the optimiser is {self.num_data}, but a step has {most} rows: it must be the number of all "
+                "training data, as len(train_x)."
+            )
         rate, log_diagonal = self.param_groups[0]["lr"], weights.head_log_diagonal
         features = torch.cat([rows.features for rows in seen]).double()
         curvature = self.num_data * torch.cat([rows.curvature for rows in seen]).double().clamp_min(0)

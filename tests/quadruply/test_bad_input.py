@@ -360,6 +360,17 @@ def test_inputs_with_other_columns_than_the_frequencies(columns: int) -> None:
         model.eval()(others)
 
 
+def test_an_optimiser_that_knows_fewer_data_than_a_step_has_rows() -> None:
+    """Such as the number of batches: its steps would be too short by the same factor."""
+    _, model, x, y = make()
+    model = QuadruplyStochasticGP(NystromBasis(model.basis.kernel, x[:10]))
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2), model, num_data_samples=30, generator=0)
+    optimizer = QuadruplyStochasticOptimizer(model, mll.likelihood, num_data=3, num_steps=5)
+    (-mll(model(x), y)).backward()
+    with pytest.raises(ValueError, match="num_data of the optimiser is 3, but a step has 30 rows"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype) -> None:
     _, model, x, _ = make()
