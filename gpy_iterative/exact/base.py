@@ -44,6 +44,7 @@ from gpy_iterative.linear_solvers.logdet.lanczos import BracketPositions
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus, warn_of
 from gpy_iterative.preconditioners.low_rank_plus_vecchia import has_neighbours, largest_left
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
+from gpy_iterative.preconditioners.task_noise import WhitenedTasks, of_independent_noise
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.training.report import MarginalLogLikelihoodReport
@@ -372,6 +373,8 @@ def _with_neighbours(operator: LinearOperator) -> ConjugateGradients:
 def _is_hard(operator: LinearOperator, probes: Probes) -> bool:
     """Whether the probes' low rank leaves so much that alternating projections are slow and the probes noisy."""
     covariance = probes.covariance
+    if isinstance(covariance, WhitenedTasks):
+        operator, covariance = of_independent_noise(operator), covariance.inner
     return (
         isinstance(covariance, PivotedCholeskyFactor)
         and has_neighbours(operator)

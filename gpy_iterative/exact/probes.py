@@ -26,7 +26,7 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiag
 from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchia, has_neighbours
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 from gpy_iterative.preconditioners.preconditioner import SampledPreconditioner
-from gpy_iterative.preconditioners.task_noise import WhitenedTasks, build_whitened
+from gpy_iterative.preconditioners.task_noise import WhitenedTasks, build_whitened, of_independent_noise
 from gpy_iterative.preconditioners.vecchia import Vecchia
 from gpy_iterative.random_numbers import integers, normal
 from gpy_iterative.spectral.densities import Draws, draws_under
@@ -160,14 +160,17 @@ class Whitened(ProbeDistribution):
         self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
         is_known = others is not None and self.has_drawn(others)
-        choices = _choices(others) if is_known else self.recipe.choices(operator, generator)
+        noisy = of_independent_noise(operator)
+        system = operator if noisy is None else noisy
+        choices = _choices(others) if is_known else self.recipe.choices(system, generator)
         count = sum(map(len, choices.values()))
         return {**choices, "base": random_signs(operator, count, self.num_probes, generator)}
 
     @divided()
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
         # Draws that begin together have the same pivots and order.
-        factor = self.recipe.build(operator, choices=_choices(draws)) if others is None else others.covariance
+        build = partial(self.recipe.build, choices=_choices(draws))
+        factor = build_whitened(build, operator) if others is None else others.covariance
         return Probes(*factor.sample(draws["base"]), factor)
 
 
@@ -178,7 +181,9 @@ def _choices(draws: Draws) -> Draws:
 def suited_to(distribution: ProbeDistribution, solver: Solver, operator: LinearOperator) -> ProbeDistribution:
     """`Whitened` for `Preconditioned` where the solver's preconditioner looks at neighbours."""
     recipe = solver.preconditioner if isinstance(solver, ConjugateGradients) else None
-    is_local = isinstance(recipe, Vecchia) or (isinstance(recipe, LowRankPlusVecchia) and has_neighbours(operator))
+    is_local = isinstance(recipe, Vecchia) or (
+        isinstance(recipe, LowRankPlusVecchia) and has_neighbours(of_independent_noise(operator))
+    )
     if isinstance(distribution, Preconditioned) and is_local:
         return Whitened(num_probes=distribution.num_probes, recipe=recipe)
     return distribution

@@ -10,6 +10,7 @@ from gpy_iterative.linear_operators.extensions import (
     Rows,
     columns_matmul,
     dense_rows,
+    kernel_inputs,
     matrix_derivative,
     points_of,
     principal_blocks,
@@ -86,6 +87,11 @@ class KroneckerLinearOperator(KroneckerProductLinearOperator):
         tasks = to_dense(self.tasks)
         of_tasks = tasks[..., rows % tasks.shape[-1], :].unsqueeze(-2)
         return (dense_rows(self.points, rows // tasks.shape[-1]).unsqueeze(-1) * of_tasks).flatten(-2)
+
+    def kernel_inputs(self) -> Tensor | None:
+        """Those of the points, for each task."""
+        inputs = kernel_inputs(self.points)
+        return None if inputs is None else inputs.repeat_interleave(self.tasks.shape[-2], dim=-2)
 
 
 def _is_trained(operator: LinearOperator) -> bool:

@@ -10,6 +10,7 @@ from gpy_iterative.linear_operators.extensions import (
     Rows,
     columns_matmul,
     dense_rows,
+    kernel_inputs,
     principal_blocks,
     rows_matmul,
 )
@@ -47,3 +48,7 @@ class ObservedLinearOperator(MaskedLinearOperator):
 
     def dense_rows(self, rows: Tensor) -> Tensor:
         return dense_rows(self.base, self.observed[rows])[..., self.observed]
+
+    def kernel_inputs(self) -> Tensor | None:
+        inputs = kernel_inputs(self.base)
+        return None if inputs is None else inputs[..., self.observed, :]

@@ -68,8 +68,10 @@ def build_whitened(
     return WhitenedTasks(inner, root, operator.shape[-1] // root.shape[-1])
 
 
-def whitened_tasks(operator: LinearOperator) -> NoisyLinearOperator | None:
-    """The whitened system; None for another form of noise."""
+def of_independent_noise(operator: LinearOperator) -> NoisyLinearOperator | None:
+    """The system, or the whitened one; None for another form of noise."""
+    if isinstance(operator, NoisyLinearOperator):
+        return operator
     found = _whitened(operator)
     return None if found is None else found[0]
 

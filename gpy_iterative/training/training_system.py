@@ -23,7 +23,7 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import FAR_FIELD_ROWS, KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
-from gpy_iterative.preconditioners.task_noise import whitened_tasks
+from gpy_iterative.preconditioners.task_noise import of_independent_noise
 
 #: Nats that rounding in float32 may move the value of a training step.
 ROUNDING_IN_TRAINING = 0.5
@@ -77,7 +77,7 @@ class TrainingSystem:
         A relative error eps of K's entries changes eigenvalues as small as the noise by eps K_ii / noise.
         """
         operator = self.operator
-        noisy = operator if isinstance(operator, NoisyLinearOperator) else whitened_tasks(operator)
+        noisy = operator if isinstance(operator, NoisyLinearOperator) else of_independent_noise(operator)
         if noisy is None:
             return self.residual.new_zeros((), dtype=torch.float64)
         return torch.finfo(operator.dtype).eps * operator.shape[-1] * noisy.signal_to_noise()

@@ -99,3 +99,32 @@ def test_a_factor_of_wrong_signs_does_not_stay_at_zero(size: int, noise: float, 
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
     y = (6 * x).sin() * signs + noise * torch.randn(size, 2, generator=generator, dtype=torch.float64)
     assert Opposites(x, y, start).fitted() == pytest.approx(Opposites(x, y, signs.tolist()).fitted(), abs=0.1)
+
+
+@pytest.mark.parametrize(("rank", "is_complete"), [(0, True), (0, False), (1, True)])
+def test_neighbours_serve_several_tasks(rank: int, is_complete: bool) -> None:
+    """With a low rank alone, the value had ten times the standard error."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(300, 2, generator=generator)
+    y = (12 * x[:, :1] + torch.arange(TASKS)).sin() + 0.03 * torch.randn(300, TASKS, generator=generator)
+    if not is_complete:
+        y[::7, 0] = torch.nan
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=TASKS, rank=rank, has_global_noise=rank > 0)
+    model = Coregionalised(x, y, likelihood)
+    model.covar_module.task_covar_module.covar_factor.data.copy_(torch.eye(TASKS, 2))
+    model.covar_module.data_covar_module = gpytorch.kernels.MaternKernel(nu=1.5)
+    model.covar_module.data_covar_module.lengthscale = 0.2
+    if rank:
+        likelihood.noise = 1e-3
+        likelihood.task_noise_covar_factor.data.fill_(0.02)
+    else:
+        likelihood.task_noises = torch.full((TASKS,), 1e-3)
+    values = []
+    neighbours = gpi.preconditioners.LowRankPlusVecchia(rank=40, num_neighbours=30)
+    for solver in (gpi.solvers.Cholesky(), gpi.solvers.ConjugateGradients(preconditioner=neighbours)):
+        mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, solver=solver, generator=0)
+        with gpytorch.settings.observation_nan_policy("ignore" if is_complete else "mask"):
+            values.append(mll(model(x), y).item())
+    sem = float(mll.report.value_sem)
+    assert abs(values[1] - values[0]) < 4 * sem
+    assert sem < 0.012

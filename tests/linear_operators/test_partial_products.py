@@ -209,6 +209,11 @@ def test_inputs_that_tell_which_points_are_near() -> None:
     kernel.kernels[1].lengthscale = torch.tensor([[0.1, 3.0]])
     generic = GenericKernelLinearOperator.of_kernel(kernel, x)
     torch.testing.assert_close(kernel_inputs(generic), x / torch.tensor([0.1, 0.5]).double(), rtol=1e-6, atol=0)
+    points = kronecker()
+    torch.testing.assert_close(kernel_inputs(points), points.points.x1.repeat_interleave(3, dim=0))
+    some = observed()
+    torch.testing.assert_close(kernel_inputs(some), kernel_inputs(some.base)[some.row_mask])
+    assert kernel_inputs(kronecker(DiagLinearOperator(torch.linspace(0.1, 0.5, 7).double()))) is None
     several = several_outputs()
     assert kernel_inputs(several).shape == (several.shape[-1], 2)
     batch = torch.stack([x, 2 * x])

@@ -16,7 +16,7 @@ import gpy_iterative as gpi
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusVecchia, Nystrom, PivotedCholesky, RandomlyPivotedCholesky
-from gpy_iterative.preconditioners.task_noise import WhitenedTasks, build_whitened, whitened_tasks
+from gpy_iterative.preconditioners.task_noise import WhitenedTasks, build_whitened, of_independent_noise
 from gpy_iterative.solvers import ConjugateGradients
 from tests.exact.gaussian_models import MultitaskRegression
 
@@ -55,7 +55,7 @@ def built(rank: int = 30, **options: int) -> WhitenedTasks:
 @pytest.mark.parametrize("options", [{}, {"num_kernels": 2}, {"variance": 3.0}])
 def test_the_whitened_system_has_noise_of_one(options: dict[str, float]) -> None:
     operator = system(**options)
-    noisy = whitened_tasks(operator)
+    noisy = of_independent_noise(operator)
     assert noisy is not None
     assert torch.equal(noisy.noise, torch.ones(POINTS * TASKS).double())
     root = torch.block_diag(*[built(**options).root] * POINTS)
@@ -64,8 +64,10 @@ def test_the_whitened_system_has_noise_of_one(options: dict[str, float]) -> None
 
 def test_multiples() -> None:
     kernel, noise = system().linear_ops
-    scaled = whitened_tasks(SumLinearOperator(ConstantMulLinearOperator(kernel, torch.tensor(3.0).double()), noise))
-    plain = whitened_tasks(system())
+    scaled = of_independent_noise(
+        SumLinearOperator(ConstantMulLinearOperator(kernel, torch.tensor(3.0).double()), noise)
+    )
+    plain = of_independent_noise(system())
     assert scaled is not None
     assert plain is not None
     torch.testing.assert_close(scaled.kernel.to_dense(), 3 * plain.kernel.to_dense())
@@ -127,7 +129,7 @@ def test_conjugate_gradients_take_few_iterations(recipe: gpi.preconditioners.Pre
     ids=["a matrix", "a sum", "singular noise", "no noise", "independent noise", "other factors"],
 )
 def test_other_systems(operator: LinearOperator) -> None:
-    assert whitened_tasks(operator) is None
+    assert of_independent_noise(operator) is (operator if isinstance(operator, NoisyLinearOperator) else None)
     recipe = PivotedCholesky(rank=5)
     assert not isinstance(build_whitened(recipe.build, operator), WhitenedTasks)
 

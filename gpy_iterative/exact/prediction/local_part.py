@@ -8,12 +8,12 @@ from functools import partial
 
 import torch
 from linear_operator import LinearOperator
-from linear_operator.operators import SumLinearOperator
 from torch import Tensor
 
 from gpy_iterative.exact.prediction import blocks
-from gpy_iterative.linear_operators.extensions import kernel_inputs
+from gpy_iterative.linear_operators.extensions import kernel_inputs, sum_terms
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.preconditioners.neighbours import Tree
 from gpy_iterative.worker_threads import run
@@ -55,8 +55,9 @@ class LocalPart:
         # Data inside the span are only rounding errors. A norm stores no squares.
         explained = torch.linalg.vector_norm(product, dim=-1).square()
         deviation = torch.maximum(diagonal - explained, 1e-4 * noise).sqrt()
-        # In a sum with a weak short-range kernel the nearest are not the most correlated.
-        is_single = not (operator.batch_shape or isinstance(kernel, SumLinearOperator))
+        # In a sum with a weak short-range kernel, and among several tasks, the nearest are not the most correlated.
+        terms = [term for term, _ in sum_terms(kernel)]
+        is_single = not operator.batch_shape and len(terms) == 1 and isinstance(terms[0], TiledLinearOperator)
         points = kernel_inputs(operator) if are_nearest and is_single else None
         tree = None if points is None else Tree(points)
         return cls(operator, product, deviation, rounding, num_neighbours, observed, tree)
