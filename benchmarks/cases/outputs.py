@@ -1,4 +1,4 @@
-"""One training step of models with two outputs, written in three ways: ours and GPyTorch's."""
+"""One training step of models with two outputs, written in four ways: ours and GPyTorch's."""
 
 import statistics
 import time
