@@ -21,7 +21,8 @@ from gpy_iterative.linear_operators.extensions import (
 class KroneckerLinearOperator(KroneckerProductLinearOperator):
     """A Kronecker product whose last factor, of the tasks, is small.
 
-    Parts of linear_operator's product are products with sparse matrices, and its derivatives store the other factors.
+    Parts of linear_operator's product are products with sparse matrices, its derivatives store the other factors, and its
+    products fail for one task.
     """
 
     @property
@@ -34,6 +35,14 @@ class KroneckerLinearOperator(KroneckerProductLinearOperator):
     def tasks(self) -> LinearOperator:
         """B [*b, T, U]."""
         return self.linear_ops[-1]
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        by_task = rhs.unflatten(-2, (-1, self.tasks.shape[-1]))
+        mixed = to_dense(self.tasks).unsqueeze(-3) @ by_task
+        return self.points._matmul(mixed.flatten(-2)).unflatten(-1, mixed.shape[-2:]).flatten(-3, -2)
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self.mT._matmul(rhs)
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         points, tasks = self.points, self.tasks

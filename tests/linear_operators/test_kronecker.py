@@ -103,6 +103,17 @@ def test_derivatives_are_those_of_the_dense_matrix(name: str) -> None:
                 torch.testing.assert_close(ours, theirs)
 
 
+def test_products_with_one_task() -> None:
+    """They failed: linear_operator views a product, which is transposed in memory where all points are in one tile."""
+    points = RadialKernelLinearOperator(leaf(7, 2), torch.ones((), dtype=torch.float64), function=MATERN32)
+    one, vectors = torch.full((1, 1), 0.7, dtype=torch.float64), leaf(7, 3, seed=1).detach()
+    numbers = torch.zeros(7, dtype=torch.long)
+    for operator in (KroneckerLinearOperator(points, one), HadamardLinearOperator(points, one, numbers, numbers)):
+        with torch.no_grad():
+            torch.testing.assert_close(operator @ vectors, dense(operator) @ vectors)
+            torch.testing.assert_close(operator._t_matmul(vectors), dense(operator) @ vectors)
+
+
 def test_models_that_make_the_product_themselves() -> None:
     found = kernel_operator(KroneckerProductLinearOperator(radial(), tasks()), KernelProducts())
     assert isinstance(found, KroneckerLinearOperator)
