@@ -50,6 +50,8 @@ class _Eager(Kernel):
 
     def __call__(self, *inputs: Any, **options: Any) -> LinearOperator | Tensor:
         result = super().__call__(*inputs, **options)
+        if options.get("diag") and isinstance(result, LinearOperator):
+            return result.diagonal(dim1=-1, dim2=-2)  # of a batch of kernels that ignore `diag`, as IndexKernel
         if not isinstance(result, LazyEvaluatedKernelTensor):
             return result
         given = {"diag": False, "last_dim_is_batch": result.last_dim_is_batch, **result.params}

@@ -93,6 +93,17 @@ def test_diagonal_and_slices(name: str) -> None:
         torch.testing.assert_close(operator[..., index, :].to_dense(), matrix[..., index, :])
 
 
+def test_diagonals_of_batches_with_tasks() -> None:
+    """GPyTorch multiplied vectors by the IndexKernel's matrices."""
+    batch = torch.Size([3])
+    kernel = kernels.RBFKernel(active_dims=(0,), batch_shape=batch) * kernels.IndexKernel(
+        2, 1, batch_shape=batch, active_dims=(1,)
+    )
+    x = torch.stack([torch.linspace(0, 1, 13), torch.arange(13) % 2.0], dim=-1)
+    operator = GenericKernelLinearOperator.of_kernel(kernel, x, products=KernelProducts(tile_size=4))
+    torch.testing.assert_close(operator._diagonal(), reference(operator).diagonal(dim1=-1, dim2=-2))
+
+
 def test_a_low_rank_term_leaves_the_terms_before_it_unfactorised(recwarn: pytest.WarningsRecorder) -> None:
     """GPyTorch's sum factorises them, and fails where they have no Cholesky factor."""
     cosine, linear = kernels.CosineKernel(), kernels.LinearKernel()  # a cosine of distances in the plane is indefinite
