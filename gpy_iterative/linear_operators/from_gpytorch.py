@@ -160,10 +160,12 @@ def _product_with_tasks(
     kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts, cache: TileCache
 ) -> LinearOperator | None:
     """The product of one kernel and an IndexKernel, for unbatched inputs."""
-    if type(kernel) is not kernels.ProductKernel or len(kernel.kernels) != 2 or x1.dim() > 2:
+    is_batch = any(x is not None and x.dim() > 2 for x in (x1, x2))
+    if type(kernel) is not kernels.ProductKernel or len(kernel.kernels) != 2 or is_batch:
         return None
-    index, other = sorted(kernel.kernels, key=lambda part: not isinstance(part, kernels.IndexKernel))
-    if not isinstance(index, kernels.IndexKernel) or isinstance(other, kernels.IndexKernel) or index.batch_shape:
+    is_index = lambda part: type(part).forward is kernels.IndexKernel.forward
+    index, other = sorted(kernel.kernels, key=is_index, reverse=True)
+    if not is_index(index) or is_index(other) or index.batch_shape:
         return None
     count = index.covar_factor.shape[-2]
     numbers = [None if x is None else active_inputs(index, x).squeeze(-1).long() for x in (x1, x2)]
@@ -172,11 +174,10 @@ def _product_with_tasks(
             raise ValueError(
                 f"The IndexKernel has {count} tasks, but the inputs name tasks {tasks.min()} to {tasks.max()}."
             )
-    every = torch.arange(count, device=x1.device).unsqueeze(-1)
     points = operator_of_kernel(other, active_inputs(other, x1), active_inputs(other, x2), products, cache)
     row_tasks, column_tasks = numbers
     return HadamardLinearOperator(
-        points, to_dense(evaluated(index, every, every)), row_tasks, row_tasks if column_tasks is None else column_tasks
+        points, to_dense(index.covar_matrix), row_tasks, row_tasks if column_tasks is None else column_tasks
     )
 
 

@@ -22,6 +22,8 @@ from gpy_iterative.quadruply.samples import Head, KnownValues, Sample
 from gpy_iterative.training.data_advice import warn_of_targets
 from gpy_iterative.training.likelihood_forms import expected_log_prob
 
+#: Rows that tell the scale of targets.
+LEAST_ROWS = 20
 #: 1 / (largest curvature of a logistic likelihood).
 LOGISTIC_NOISE = 4.0
 #: Largest omitted prior variance without a warning, relative to the noise.
@@ -199,6 +201,7 @@ def initialization_undone(weights: FeatureWeights, *, always: bool) -> Iterator[
 @torch.no_grad()
 def warn_of_scale(model: QuadruplyStochasticGP, rows: Rows) -> None:
     is_known = rows.noise is not None and model.basis.knows_group_variance
+    is_known = is_known and len(rows.target) >= LEAST_ROWS
     if is_known and (rows.target != rows.target[0]).any():  # a batch may have equal targets
         head = model.head_features(rows.x)
         variance = head.square().sum(-1) + model.tail_prior_variance(rows.x, head)

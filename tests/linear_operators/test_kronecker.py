@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gpytorch import kernels
 from linear_operator import LinearOperator
 from linear_operator.operators import (
     DenseLinearOperator,
@@ -148,3 +149,25 @@ def test_parts_and_entries_of_a_hadamard_product() -> None:
         batch = hadamard(2)
         torch.testing.assert_close(batch[1].to_dense(), dense(batch)[1])
         torch.testing.assert_close(batch.unsqueeze(0).to_dense(), dense(batch).unsqueeze(0))
+
+
+class _OwnIndexKernel(kernels.IndexKernel):
+    def forward(self, i1: torch.Tensor, i2: torch.Tensor, **params: object) -> LinearOperator:
+        return super().forward(TASKS - 1 - i1, TASKS - 1 - i2, **params)
+
+
+@pytest.mark.parametrize("index", [kernels.IndexKernel, _OwnIndexKernel])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_products_with_an_index_kernel(index: type[kernels.IndexKernel], is_first: bool) -> None:
+    of_points, of_tasks = kernels.RBFKernel(active_dims=(0, 1)), index(num_tasks=TASKS, rank=2, active_dims=(2,))
+    kernel = (of_tasks * of_points if is_first else of_points * of_tasks).double()
+    x = torch.cat([inputs(12, 2).double(), (torch.arange(12) * 2 % TASKS).unsqueeze(-1)], dim=-1)
+    with torch.no_grad():
+        for columns in (x, x[3:8]):
+            found = kernel_operator(kernel(x, columns), KernelProducts())
+            assert isinstance(found, HadamardLinearOperator) == (index is kernels.IndexKernel)
+            torch.testing.assert_close(found.to_dense(), kernel(x, columns).to_dense())
+    x[4, 2] = TASKS
+    if index is kernels.IndexKernel:
+        with pytest.raises(ValueError, match="has 3 tasks, but the inputs name tasks 0 to 3"):
+            kernel_operator(kernel(x), KernelProducts())
