@@ -76,6 +76,9 @@ def columns_matmul(operator: LinearOperator, columns: slice, rhs: Tensor) -> Ten
 @_by_parts
 def principal_block(operator: LinearOperator, block: slice) -> Tensor:
     """operator[block, block], a dense tensor that the caller may overwrite."""
+    if hasattr(operator, "principal_blocks"):
+        rows = torch.arange(operator.shape[-1], device=operator.device)[block]
+        return operator.principal_blocks(rows.unsqueeze(0))[0]
     return to_dense(operator[block, block]).clone()
 
 

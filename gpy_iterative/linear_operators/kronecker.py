@@ -50,7 +50,7 @@ class KroneckerLinearOperator(KroneckerProductLinearOperator):
         right = right_vecs.unflatten(-2, (-1, tasks.shape[-1]))
         mixed = (to_dense(tasks).unsqueeze(-3) @ right).flatten(-2)
         of_points = points._bilinear_derivative(left.flatten(-2), mixed)
-        if not _is_trained(tasks):
+        if not tasks.requires_grad:
             return (*of_points, *[None] * len(tasks.representation()))
         product = points._matmul(right.flatten(-2)).unflatten(-1, right.shape[-2:])
         return (*of_points, *matrix_derivative(tasks, torch.einsum("...ais,...ajs->...ij", left, product)))
@@ -60,7 +60,7 @@ class KroneckerLinearOperator(KroneckerProductLinearOperator):
         points, tasks = self.points, self.tasks
         blocks = weights.unflatten(-1, (-1, tasks.shape[-1])).unflatten(-3, (-1, tasks.shape[-2]))
         of_points = matrix_derivative(points, torch.einsum("...aibj,...ij->...ab", blocks, to_dense(tasks)))
-        if not _is_trained(tasks):
+        if not tasks.requires_grad:
             return (*of_points, *[None] * len(tasks.representation()))
         of_tasks = torch.einsum("...aibj,...ab->...ij", blocks, to_dense(points))
         return (*of_points, *matrix_derivative(tasks, of_tasks))
@@ -83,9 +83,6 @@ class KroneckerLinearOperator(KroneckerProductLinearOperator):
         found = columns_matmul(self.points, points, (tasks @ whole).flatten(1))
         return found.unflatten(-1, (count, -1)).flatten(0, 1)
 
-    def principal_block(self, block: slice) -> Tensor:
-        return self.principal_blocks(torch.arange(self.shape[-1], device=self.device)[block].unsqueeze(0))[0]
-
     def principal_blocks(self, rows: Tensor) -> Tensor:
         tasks = to_dense(self.tasks)
         index = rows % tasks.shape[-1]
@@ -101,7 +98,3 @@ class KroneckerLinearOperator(KroneckerProductLinearOperator):
         """Those of the points, for each task."""
         inputs = kernel_inputs(self.points)
         return None if inputs is None else inputs.repeat_interleave(self.tasks.shape[-2], dim=-2)
-
-
-def _is_trained(operator: LinearOperator) -> bool:
-    return any(tensor.requires_grad for tensor in operator.representation())

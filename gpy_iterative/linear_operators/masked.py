@@ -2,7 +2,6 @@
 
 from functools import cached_property
 
-import torch
 from linear_operator.operators import MaskedLinearOperator
 from torch import Tensor
 
@@ -39,9 +38,6 @@ class ObservedLinearOperator(MaskedLinearOperator):
         span = slice(int(index[0]), int(index[-1]) + 1)
         whole = rhs.new_zeros(span.stop - span.start, rhs.shape[-1]).index_copy_(0, index - span.start, rhs)
         return columns_matmul(self.base, span, whole)[self.observed]
-
-    def principal_block(self, block: slice) -> Tensor:
-        return self.principal_blocks(torch.arange(self.shape[-1], device=self.device)[block].unsqueeze(0))[0]
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
         return principal_blocks(self.base, self.observed[rows])
