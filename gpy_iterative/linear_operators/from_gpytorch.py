@@ -31,7 +31,8 @@ from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial_inputs import active_inputs, radial_inputs, value_dtype
+from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
+from gpy_iterative.linear_operators.radial_inputs import active_inputs, radial_factors, value_dtype
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 
 #: Noise models that need the inputs, or task indices, of the data.
@@ -127,15 +128,26 @@ def operator_of_kernel(
     if type(kernel) is kernels.AdditiveKernel:
         parts = [(part, active_inputs(part, x1), active_inputs(part, x2)) for part in kernel.kernels]
         return _sum([operator_of_kernel(*part, products, cache.part(str(i))) for i, part in enumerate(parts)])
-    radial = radial_inputs(kernel, x1, x2)
-    if radial is not None:
-        # Learned inputs need derivatives by single points, which a far field does not give accurately.
-        products = replace(products, far_field=None) if x1.requires_grad else products
-        options = {"function": radial.function, "products": products, "cache": cache}
-        operator = RadialKernelLinearOperator(
-            radial.x1, radial.x1.new_ones(()), x2=radial.x2, alpha=radial.alpha, angles=radial.angles, **options
-        )
-        return reduce(_times, radial.outputscales, operator)
+    factors = radial_factors(kernel, x1, x2)
+    if len(factors) == 1 or (factors and products.backend != "keops"):
+        if x1.requires_grad or len(factors) > 1:
+            # Learned inputs need derivatives by single points, which a far field does not give accurately.
+            products = replace(products, far_field=None)
+        parts = [
+            RadialKernelLinearOperator(
+                factor.x1,
+                factor.x1.new_ones(()),
+                x2=factor.x2,
+                alpha=factor.alpha,
+                function=factor.function,
+                angles=factor.angles,
+                products=products,
+                cache=cache,
+            )
+            for factor in factors
+        ]
+        operator = parts[0] if len(parts) == 1 else RadialProductLinearOperator.of(parts)
+        return reduce(_times, factors[0].outputscales, operator)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # As in its forward, the data kernel's active dims are ignored.
         data = operator_of_kernel(kernel.data_covar_module, x1, x2, products, cache)

@@ -7,7 +7,7 @@ all their coordinates.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -44,27 +44,33 @@ class RadialInputs:
     outputscales: tuple[Tensor, ...] = ()
 
 
-def radial_inputs(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> RadialInputs | None:
-    """Scaled inputs of a kernel, for x1 [*b, n, d] and x2 [*b, m, d] with active dims only; None if it is not radial.
+def radial_factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> list[RadialInputs]:
+    """A kernel as a product of radial ones, of x1 [*b, n, d] and x2 [*b, m, d] with active dims only; empty if it is none.
+
+    The first has all outputscales.
 
     Raises:
         ValueError: lengthscales do not fit the inputs.
     """
     function = _radial_function(kernel)
     if function is not None:
+        is_periodic = isinstance(kernel, kernels.PeriodicKernel)
+        first, second = (_on_circles if is_periodic else _over_lengthscale)(kernel, x1, x2)
         alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
-        return RadialInputs(*_over_lengthscale(kernel, x1, x2), function, alpha)
-    factors, outputscales = _factors(kernel, x1, x2)
-    periodic = [factor for factor in factors if _is_periodic(factor[0])]
-    rbf = [factor for factor in factors if _radial_function(factor[0]) is RBF]
-    if not factors or len(periodic) + len(rbf) < len(factors):
-        return None
-    circles, lines = [_on_circles(*factor) for factor in periodic], [_over_lengthscale(*factor) for factor in rbf]
-    first, second = zip(*circles, *lines, strict=True)
-    angles = sum(x.shape[-1] for x, _ in circles)
-    return RadialInputs(
-        side_by_side(first), None if x2 is None else side_by_side(second), RBF, None, angles, outputscales
-    )
+        return [RadialInputs(first, second, function, alpha, first.shape[-1] if is_periodic else 0)]
+    leaves, outputscales = _factors(kernel, x1, x2)
+    if any(leaf is kernel for leaf, *_ in leaves):
+        return []
+    factors = [radial_factors(*leaf) for leaf in leaves]
+    if not factors or not all(factors):
+        return []
+    gaussian = sorted((factor for (factor,) in factors if factor.function is RBF), key=lambda factor: not factor.angles)
+    others = [factor for (factor,) in factors if factor.function is not RBF]
+    if gaussian:
+        first = side_by_side([factor.x1 for factor in gaussian])
+        second = None if x2 is None else side_by_side([factor.x2 for factor in gaussian])
+        others.insert(0, RadialInputs(first, second, RBF, None, sum(factor.angles for factor in gaussian)))
+    return [replace(others[0], outputscales=outputscales), *others[1:]]
 
 
 def _factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> tuple[list[_Factor], tuple[Tensor, ...]]:
@@ -136,13 +142,6 @@ def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> boo
     return all(getattr(type(kernel), name) is getattr(base, name) for name in names) and "forward" not in vars(kernel)
 
 
-def _is_periodic(kernel: kernels.Kernel) -> bool:
-    base = kernels.PeriodicKernel
-    if not isinstance(kernel, base) or not computes_the_same(kernel, base):
-        return False
-    return type(kernel).period_length is base.period_length
-
-
 def _radial_function(kernel: kernels.Kernel) -> RadialFunction | None:
     if isinstance(kernel, (kernels.MaternKernel, kernels.keops.MaternKernel)):
         base, function = kernels.MaternKernel, MATERN.get(kernel.nu)
@@ -150,6 +149,11 @@ def _radial_function(kernel: kernels.Kernel) -> RadialFunction | None:
         base, function = kernels.RBFKernel, RBF
     elif isinstance(kernel, kernels.RQKernel):
         base, function = kernels.RQKernel, RATIONAL_QUADRATIC
+    elif (
+        isinstance(kernel, kernels.PeriodicKernel)
+        and type(kernel).period_length is kernels.PeriodicKernel.period_length
+    ):
+        base, function = kernels.PeriodicKernel, RBF  # of points on circles
     else:
         return None
     is_keops = type(kernel) in (kernels.keops.RBFKernel, kernels.keops.MaternKernel)

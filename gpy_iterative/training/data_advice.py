@@ -20,6 +20,7 @@ from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import TrainingSystem, prior_at
 
@@ -198,11 +199,11 @@ def _equal_terms(kernel: LinearOperator) -> Iterator[str]:
 
 def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) -> Iterator[str]:
     terms = [term for term, _ in sum_terms(kernel)]
-    inputs = [
-        term.x1[(0,) * (term.x1.dim() - 2)]
-        for term in terms
-        if isinstance(term, RadialKernelLinearOperator) and not term.angles and term.x1.shape[-1]
-    ]
+    is_radial = lambda term: (
+        isinstance(term, RadialKernelLinearOperator | RadialProductLinearOperator) and not term.angles
+    )
+    inputs = [term.kernel_inputs() for term in terms if is_radial(term)]
+    inputs = [x[(0,) * (x.dim() - 2)] for x in inputs if x.shape[-1]]
     nearest = min(map(_least_distance, inputs), default=0.0)
     if len(inputs) == len(terms) and FAR < nearest < math.inf:
         yield (

@@ -342,6 +342,9 @@ CASES: dict[str, Callable[[], Case]] = {
         kernels.ScaleKernel(kernels.MaternKernel(nu=1.5, active_dims=(0, 2))) + kernels.RBFKernel(active_dims=(1,))
     ),
     "product": _scaled(lambda: kernels.PeriodicKernel(active_dims=(0,)) * kernels.RBFKernel(active_dims=(1, 2))),
+    "separable": _scaled(
+        lambda: kernels.MaternKernel(nu=1.5, active_dims=(0, 1), ard_num_dims=2) * kernels.RQKernel(active_dims=(2,))
+    ),
     "spectral-mixture": lambda: regression(kernels.SpectralMixtureKernel(num_mixtures=2, ard_num_dims=3)),
     "linear": _scaled(lambda: kernels.LinearKernel()),
     "deep": _deep,

@@ -124,6 +124,14 @@ def test_inputs_that_are_too_far_apart() -> None:
     assert "standardise the inputs, or set larger lengthscales" in sentence
 
 
+def test_space_and_time_that_are_too_far_apart() -> None:
+    x, y = standardised()
+    kernel = ScaleKernel(MaternKernel(active_dims=range(17)) * MaternKernel(active_dims=[17]))
+    assert not advice(x, y, kernel)
+    (sentence,) = advice(1e3 * x, y, kernel)
+    assert "lengthscales apart, so the kernel matrix is diagonal" in sentence
+
+
 def test_inputs_too_far_apart_for_one_kernel_of_two() -> None:
     x, y = standardised()
     long, short = MaternKernel(nu=1.5), MaternKernel(nu=1.5)

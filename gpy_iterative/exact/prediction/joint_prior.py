@@ -20,6 +20,7 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.training.training_system import prior_at, unexpanded
 
 _COMPOSITIONS = (
@@ -27,6 +28,7 @@ _COMPOSITIONS = (
     ConstantMulLinearOperator,
     HadamardLinearOperator,
     KroneckerProductLinearOperator,
+    RadialProductLinearOperator,
     SumLinearOperator,
 )
 

@@ -22,6 +22,7 @@ from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 
 #: Tolerance for inputs that move by a scale, relative to the largest move.
 ROUNDING = 1e-4
@@ -179,12 +180,16 @@ class _Radial(DirectionalProduct):
         rates = None if x1 is None else self._rates(x1)
         total = None if rates is None else (self._scales * rates.unsqueeze(-2)).sum(-1)
         if x1 is not None and rates is None:
-            if x1[..., self.operator.angles :].any():
+            if not self.has_closed_form(x1):
                 return self._differences.along(tangent)
             total = self._turned(x1[..., : self.operator.angles])
         if outputscale is not None:
             total = _sum(total, outputscale.unsqueeze(-1) * self._per_outputscale)
         return total if alpha is None else _sum(total, alpha * self._alpha)
+
+    def has_closed_form(self, x1: Tensor | None) -> bool:
+        """Whether inputs move as scales do, or only on circles."""
+        return x1 is None or self._rates(x1) is not None or not x1[..., self.operator.angles :].any()
 
     def _rates(self, moved: Tensor) -> Tensor | None:
         """Rates [*b, d] of inputs that move as x / lengthscale does; None for other moves."""
@@ -208,6 +213,25 @@ class _Radial(DirectionalProduct):
             found = self.operator._matmul(columns)
         plain, of_along, of_x, of_moved = found.split([1, 1, x.shape[-1], x.shape[-1]], dim=-1)
         return ((moved * of_x + x * of_moved).sum(-1, keepdim=True) - along * plain - of_along).squeeze(-1)
+
+
+class _RadialProduct(DirectionalProduct):
+    def __init__(self, operator: RadialProductLinearOperator, vector: Tensor) -> None:
+        super().__init__(operator, vector)
+        self._factors = [_Radial(product, vector) for product in operator.by_factor]
+
+    @cached_property
+    def _differences(self) -> "_Differences":
+        return _Differences(self.operator, self.vector)
+
+    def _along(self, tangent: Tangent) -> Tensor | None:
+        total, rest = None, list(tangent)
+        for factor in self._factors:
+            size = len(factor.operator.representation())
+            if not factor.has_closed_form(rest[0]):
+                return self._differences.along(tangent)
+            total, rest = _sum(total, factor.along(rest[:size])), rest[size:]
+        return total
 
 
 class _Differences(DirectionalProduct):
@@ -246,6 +270,8 @@ def directional_product(operator: LinearOperator, vector: Tensor) -> Directional
         return _Kronecker(operator, vector)
     if isinstance(operator, RadialKernelLinearOperator) and operator.symmetric:
         return _Radial(operator, vector)
+    if isinstance(operator, RadialProductLinearOperator) and operator.symmetric:
+        return _RadialProduct(operator, vector)
     if isinstance(operator, GenericKernelLinearOperator) and operator._kwargs["leaves"]:
         raise NotImplementedError(
             f"There is no average information for a {type(operator.kernel).__name__} that uses tensors which require a "

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.cases.outputs import MODELS, train
+from benchmarks.cases.composite import MODELS, train
 
 
 @pytest.mark.parametrize("kind", MODELS)
