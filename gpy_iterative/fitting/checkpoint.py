@@ -160,7 +160,7 @@ def _check_arguments(path: Path, mll: Any, saved: LikelihoodParams | None, given
 def _check_untrained(path: Path, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     for name, value in own.items():
         known = saved[name].to(value)
-        if known.shape != value.shape or not torch.allclose(known, value):
+        if known.shape != value.shape or not torch.allclose(known, value, equal_nan=True):
             raise CheckpointError(
                 f"{path} is the checkpoint of a fit with other values of {name}, which is not trained: give another "
                 "checkpoint=, or those values."

@@ -295,7 +295,7 @@ def noisy_operator(
         A NoisyLinearOperator for diagonal noise, otherwise a sum.
 
     Raises:
-        ValueError: noise is not positive, not finite, or does not fit the data.
+        ValueError: noise of observed data is not positive, not finite, or does not fit the data.
     """
     noise = noise_operator(likelihood, function_dist, *params, **kwargs)
     covariance = function_dist.lazy_covariance_matrix
@@ -303,7 +303,8 @@ def noisy_operator(
         whole = kernel_operator(covariance, products, cache) + kernel_operator(noise, products)
         return whole if observed is None else ObservedLinearOperator(whole, observed, observed)
     variances = noise.diagonal(dim1=-1, dim2=-2)
-    check_noise(variances)
+    # That of missing data has no meaning.
+    check_noise(variances if observed is None else torch.where(observed, variances, 1))
     kernel = kernel_operator(
         covariance if observed is None else masked_covariance(covariance, observed), products, cache
     )

@@ -65,6 +65,29 @@ def test_masked_targets_are_dropped() -> None:
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.parametrize("unknown", [torch.nan, torch.inf])
+def test_noise_of_missing_targets_has_no_meaning(unknown: float) -> None:
+    case = CASES["matern-3/2"]()
+    y, noise = case.y.clone(), torch.linspace(0.01, 0.2, 40, dtype=torch.float64)
+    y[[3, 17]] = torch.nan
+
+    def answer(missing: float) -> list[torch.Tensor]:
+        noise[[3, 17]] = missing
+        case.model.likelihood = likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise.clone())
+        case.model.set_train_data(targets=y)
+        mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, case.model)
+        value, gradients = value_and_gradients(mll, Case(case.model, likelihood, case.x, y))
+        prediction = mll.posterior()(case.x[:5] + 0.1)
+        case.model.train()
+        return [value, *gradients.values(), prediction.mean.detach(), prediction.variance.detach()]
+
+    with gpytorch.settings.observation_nan_policy("mask"):
+        torch.testing.assert_close(answer(unknown), answer(0.1), rtol=0, atol=0)
+        noise[5] = unknown
+        with pytest.raises(ValueError, match=r"noise\[5\] is (nan|inf)"):
+            answer(0.1)
+
+
 class CategoryKernel(kernels.Kernel):
     """Features that are looked up in a table: its inputs must be integers."""
 

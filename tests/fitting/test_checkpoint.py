@@ -269,6 +269,18 @@ def test_other_noise_is_refused(tmp_path: Path) -> None:
     fit(0.04, 2)
 
 
+def test_noise_of_a_missing_target_may_be_unknown(tmp_path: Path) -> None:
+    noise = torch.full((40,), 0.04, dtype=torch.float64)
+    noise[3] = torch.nan
+    with gpytorch.settings.observation_nan_policy("mask"):
+        for steps in (1, 2):
+            mll = regression(40, likelihood=gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise))
+            targets = mll.model.train_targets.clone()
+            targets[3] = torch.nan
+            mll.model.set_train_data(targets=targets)
+            assert quiet(mll, checkpoint=tmp_path / "run.pt", max_steps=steps).steps == steps
+
+
 @pytest.mark.parametrize(
     "prior", [gpytorch.priors.GammaPrior, gpytorch.priors.LogNormalPrior], ids=["in the state dict", "elsewhere"]
 )

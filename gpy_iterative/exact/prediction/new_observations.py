@@ -109,6 +109,8 @@ def _check_noise(noise: Tensor | None, likelihood: Likelihood, targets: Tensor) 
                 *wanted, *given
             )
         )
+    if gpytorch.settings.observation_nan_policy.value() != "ignore":
+        noise = torch.where(torch.isnan(targets), 1, noise)  # that of missing data has no meaning
     check_finite("noise", noise)
     if bool((noise <= 0).any()):
         raise ValueError(f"All noise variances must be positive, got {noise.min().item()}.")

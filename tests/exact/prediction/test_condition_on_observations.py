@@ -135,6 +135,23 @@ def test_missing_targets() -> None:
     torch.testing.assert_close(prediction.variance, wanted.variance, rtol=0, atol=1e-8)
 
 
+def test_noise_of_missing_targets_has_no_meaning() -> None:
+    case = CASES["fixed-noise"]()
+    x, y, noise = new_data(case)
+    assert noise is not None
+    y[2] = torch.nan
+    posterior = posterior_of(case)
+    with gpytorch.settings.observation_nan_policy("mask"):
+        known, unknown = (
+            posterior.condition_on_observations(x, y, noise=noise.where(~y.isnan(), of_missing))
+            for of_missing in (0.1, torch.nan)
+        )
+        torch.testing.assert_close(unknown(x + 0.1).mean, known(x + 0.1).mean, rtol=0, atol=0)
+        torch.testing.assert_close(unknown(x + 0.1).variance, known(x + 0.1).variance, rtol=0, atol=0)
+        with pytest.raises(ValueError, match=r"noise\[3\] is nan"):
+            posterior.condition_on_observations(x, y, noise=noise.where(torch.arange(len(y)) != 3, torch.nan))
+
+
 def test_projections_grow_and_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never below the exact variance, and nearer to it than before."""
     case = regression(kernels.ScaleKernel(kernels.MaternKernel(nu=1.5)), n=150)
