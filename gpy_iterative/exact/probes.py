@@ -273,8 +273,9 @@ def frequency_draws(draws: Draws) -> Draws:
 def _prior(operator: LinearOperator, terms: Terms) -> tuple[NoisyLinearOperator, Sequence[KernelTerm]]:
     if not isinstance(operator, NoisyLinearOperator) or terms is None:
         raise SpectralDensityMissingError(
-            "Prior samples need a kernel matrix plus a diagonal noise; this system is a "
-            f"{type(operator).__name__}. HutchinsonMarginalLogLikelihood takes any system."
+            "Prior samples need noise that is independent, also between the tasks of a datum, and this system, a "
+            f"{type(operator).__name__}, has another one: take rank=0 in a MultitaskGaussianLikelihood. "
+            "HutchinsonMarginalLogLikelihood takes any noise; posterior(x).rsample() draws from its posterior."
         )
     return operator, terms
 

@@ -193,8 +193,8 @@ class PathwisePosterior:
         Cost: one solve with a column per new function.
 
         Raises:
-            SpectralDensityMissingError: the kernel has no random features. Register its spectral density, or use
-                `posterior(x).rsample()`.
+            SpectralDensityMissingError: the kernel has no random features (register its spectral density), noise is
+                correlated between tasks, or some tasks of a row are missing. Use `posterior(x).rsample()`.
         """
         check_count("num_paths", num_paths)
         snapshot, solves = self._current()

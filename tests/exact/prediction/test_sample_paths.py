@@ -205,6 +205,11 @@ def test_kernels_without_features_name_the_way_out() -> None:
         posterior_of(case).sample_paths(3)
 
 
+def test_correlated_noise_names_the_way_out() -> None:
+    with pytest.raises(SpectralDensityMissingError, match=r"between the tasks[\s\S]*posterior\(x\).rsample\(\)"):
+        posterior_of(CASES["multitask-low-rank-noise"]()).sample_paths(3)
+
+
 def test_bad_number() -> None:
     with pytest.raises(ValueError, match="num_paths must be at least 1, got 0"):
         posterior_of(CASES["rbf"]()).sample_paths(0)
