@@ -35,7 +35,8 @@ def choose(mll: Any, method: Method, batches: object | None, params: Sequence[An
     is_exact = isinstance(mll, HasExactValues) and mll.has_exact_values()
     if method == "quasi_newton" and not is_exact:
         raise ValueError(
-            f"Values of this {type(mll).__name__} are not exact, as 'quasi_newton' needs: use method='auto'."
+            f"'quasi_newton' needs Laplace's method with LaplaceCholesky, which this {type(mll).__name__} does not have: "
+            "use method='auto'."
         )
     obstacle = next(_obstacles(mll, batches, is_exact), None) if method == "auto" else None
     obstacle = obstacle or _missing_information(mll, params)

@@ -16,7 +16,7 @@ from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.steps import quasi_newton
 from gpy_iterative.fitting.steps.points import Point, Secant
 from gpy_iterative.fitting.steps.quasi_newton import QuasiNewton, updated
-from tests.fitting.problems import climb, data, quiet
+from tests.fitting.problems import climb, data, quiet, regression
 from tests.laplace.cases import LaplaceModel
 
 N = 80
@@ -279,9 +279,11 @@ def test_an_interrupted_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_only_exact_values_have_it() -> None:
-    newton = bernoulli(solver=gpi.solvers.LaplaceNewton())
-    with pytest.raises(ValueError, match="are not exact, as 'quasi_newton' needs: use method='auto'"):
+    newton, exact = bernoulli(solver=gpi.solvers.LaplaceNewton()), regression(20, solver=gpi.solvers.Cholesky())
+    with pytest.raises(ValueError, match=r"LaplaceCholesky, which this LaplaceMar.* does not have: use method='auto'"):
         quiet(newton, method="quasi_newton")
+    with pytest.raises(ValueError, match=r"LaplaceCholesky, which this Hutchinson.* does not have"):
+        quiet(exact, method="quasi_newton")
     assert quiet(newton, max_steps=1).method == "adam"
     assert quiet(bernoulli(solver=gpi.solvers.LaplaceCholesky()), max_steps=1).method == "quasi_newton"
     assert quiet(bernoulli(), max_steps=1, method="adam").method == "adam"
