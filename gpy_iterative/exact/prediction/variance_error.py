@@ -2,7 +2,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from linear_operator import LinearOperator, to_linear_operator
-from linear_operator.operators import RootLinearOperator, SumLinearOperator
 from torch import Tensor
 
 from gpy_iterative.exact.prediction.blocks import as_columns, converted, dense, from_columns, row_block, row_group
@@ -11,6 +10,7 @@ from gpy_iterative.linear_operators.extensions import with_products
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveStatus, warn_of
+from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.training.training_system import TrainingSystem
 
 #: Relative residual; the variance's error is of second order in it.
@@ -35,6 +35,29 @@ class VarianceError:
         tiny = torch.finfo(exact.dtype).tiny
         errors = (estimate.clamp_min(tiny) / exact.clamp_min(tiny)).log().abs()
         return cls(float(errors.median()), float(errors.max()), errors.numel())
+
+
+class _Deflation(Preconditioner):
+    """S^-1 = Q Q^T for the projection Q = I - A A^T H onto the directions d with A^T H d = 0.
+
+    H - H A A^T H as a matrix would be singular up to rounding, and its solves would not end.
+    """
+
+    build_epochs = 0.0
+
+    def __init__(self, basis: Tensor, product: Tensor) -> None:
+        self.basis, self.product = basis, product  # A and H A [*b, n, r]
+
+    @property
+    def smallest(self) -> Tensor:
+        return self.basis.new_zeros(self.basis.shape[:-2])
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        rest = rhs - self.product @ (self.basis.mT @ rhs)
+        return rest - self.basis @ (self.product.mT @ rest)
+
+    def logdet(self) -> Tensor:
+        return torch.full_like(self.smallest, torch.inf)
 
 
 @torch.no_grad()
@@ -69,8 +92,8 @@ def solved_variance(
 ) -> Tensor:
     """k(x, x) - k_x^T H^-1 k_x [*b, t] from one block solve; too large if it ends after `enough` epochs.
 
-    k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T R^+ k' for k' = k_x - H A A^T k_x and R = H - H A A^T H, which has far smaller
-    eigenvalues than H. The tolerance is relative to k', or to what the variance resolves.
+    k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k' for k' = k_x - H A A^T k_x. `_Deflation` searches in A's complement, where H
+    has far smaller eigenvalues. The tolerance is relative to k', or to what the variance resolves.
     """
     if not isinstance(projection, GalerkinProjection) or projection.local is None:  # k' is only rounding
         return projection.variance(prior_variance, to_linear_operator(test_train))
@@ -88,23 +111,18 @@ def solved_variance(
     least = allowed.clamp(TOLERANCE, 1.0).reshape(allowed.shape[:-1].numel(), allowed.shape[-1]).amin(0)
     groups = [ColumnGroup(f"point {number}", 1, tolerance) for number, tolerance in enumerate(least.tolist())]
     native = with_products(system.operator, lambda products: replace(products, precision="native"))
-    operator = SumLinearOperator(native, RootLinearOperator(projection.local.product) * -1)
-    solver = ConjugateGradients(tolerance=TOLERANCE, preconditioner=None, max_epochs=enough or MAX_EPOCHS)
-    solution = solver.solve(operator, rest, groups=groups)
+    solver = ConjugateGradients(tolerance=TOLERANCE, max_epochs=enough or MAX_EPOCHS)
+    deflation = _Deflation(basis, projection.local.product)
+    solution = solver.solve(native, rest, groups=groups, preconditioner=deflation)
     if solution.status is not SolveStatus.CONVERGED and enough is None:
         stats = replace(solution.stats, residual_norms={"points": max(solution.stats.residual_norms.values())})
-        # R was indefinite, by rounding, and not H.
-        status = SolveStatus.STAGNATED if solution.status is SolveStatus.INDEFINITE else solution.status
-        warn_of(f"The solve of variance_error (tolerance {TOLERANCE})", status, stats, rest.dtype)
+        warn_of(f"The solve of variance_error (tolerance {TOLERANCE})", solution.status, stats, rest.dtype)
     explained = known + ((rest + solution.residual) * solution.value).sum(-2)
     return prior_variance - from_columns(explained.unsqueeze(-2), like[..., :1, :]).squeeze(-2)
 
 
 def _resolved_residuals(operator: LinearOperator, prior_variance: Tensor, known: Tensor) -> Tensor:
-    """Norms [*b, t] of residuals r that change a variance by less than it resolves: R^+ is at most 1 / noise.
-
-    R is singular up to rounding: solves for less would not end, and take it for an indefinite matrix.
-    """
+    """Norms [*b, t] of residuals that change a variance by less than it resolves: H^-1 is at most 1 / noise."""
     if not isinstance(operator, NoisyLinearOperator):
         return torch.zeros_like(prior_variance)
     rounding = torch.finfo(prior_variance.dtype).eps * prior_variance

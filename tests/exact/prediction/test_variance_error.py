@@ -76,6 +76,28 @@ def test_projections_that_leave_only_rounding_need_no_solve(dtype: torch.dtype, 
     assert error.largest < bound
 
 
+@pytest.mark.filterwarnings("error::gpy_iterative.errors.ConvergenceWarning")
+def test_solves_in_float32_end_where_projections_explain_nearly_all() -> None:
+    """What they leave is a matrix that rounding makes singular: its solve took 1,000 products, and stagnated."""
+    generator = torch.Generator().manual_seed(0)
+    x, points = torch.rand(800, 2, generator=generator), torch.rand(100, 2, generator=generator)
+    case = CASES["matern-3/2"]()
+    kernel = case.model.covar_module
+    kernel.base_kernel = type(kernel.base_kernel)(nu=1.5)
+    kernel.base_kernel.initialize(lengthscale=3.0)
+    kernel.initialize(outputscale=300.0)
+    case.likelihood.initialize(noise=1.0)
+    case.model.set_train_data(x, torch.sin(6 * x.sum(-1)), strict=False)
+    case.model.float()
+    posterior = PathwisePosterior(
+        case.model, case.likelihood, solver=ConjugateGradients(), exact_below=0, rank=30, num_neighbours=8
+    )
+    variance, error = posterior(points).variance.double(), posterior.variance_error(points, num_points=100)
+    case.model.double().set_train_data(x.double(), case.model.train_targets.double())
+    truth = dense(case, points.double())[1].diagonal()
+    assert error.median == pytest.approx(float((variance / truth).log().abs().median()), abs=0.03)
+
+
 def test_exact_variances_have_none() -> None:
     case = CASES["rbf"]()
     error = PathwisePosterior(case.model, case.likelihood, solver=Cholesky()).variance_error(
