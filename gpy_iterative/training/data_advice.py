@@ -244,8 +244,9 @@ def _targets_of_another_scale(variance: Tensor, residual: Tensor, outer: Tensor 
     elif is_scaled.any():
         index = int(is_scaled.reshape(-1).nonzero()[0])
         yield (
-            f"The targets have a standard deviation of {float(spread.reshape(-1)[index]):.3g}, and the prior one of "
-            f"{float(prior.reshape(-1)[index]):.3g}: standardise the targets, or set outputscale and noise before the fit."
+            f"The targets minus the mean have a standard deviation of {float(spread.reshape(-1)[index]):.3g}, and the "
+            f"prior one of {float(prior.reshape(-1)[index]):.3g}: standardise the targets, and the inputs of a linear "
+            "mean, or set mean, outputscale and noise before the fit."
         )
     distance = (shift / spread.maximum(prior)).reshape(-1).max()
     if distance > SHIFT:

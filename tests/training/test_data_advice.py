@@ -181,7 +181,21 @@ def test_constant_columns_that_the_kernel_does_not_see() -> None:
 def test_targets_of_another_scale(scale: float) -> None:
     x, y = standardised()
     (sentence,) = advice(x, scale * y)
-    assert f"The targets have a standard deviation of {scale:.3g}, and the prior one of 1.18" in sentence
+    assert f"The targets minus the mean have a standard deviation of {scale:.3g}, and the prior one of 1.18" in sentence
+
+
+def test_a_linear_mean_of_inputs_in_metres() -> None:
+    """The targets are standardised; it is the mean that is not."""
+    x, y = standardised(d=2)
+    x = 5e6 + 1e5 * x
+    kernel = ScaleKernel(MaternKernel(nu=1.5))
+    kernel.base_kernel.initialize(lengthscale=1e5)
+    model = Regression(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel)
+    model.mean_module = gpytorch.means.LinearMean(2)
+    model.mean_module.initialize(weights=torch.tensor([[0.5], [-0.3]]))
+    (sentence,) = advice_on(model.double(), model.likelihood)[:1]
+    assert sentence.startswith("The targets minus the mean have a standard deviation of 5")
+    assert "and the inputs of a linear mean" in sentence
 
 
 def test_equal_targets() -> None:
@@ -374,8 +388,8 @@ def mini_batch_advice(x: torch.Tensor, y: torch.Tensor, kernel: gpytorch.kernels
     ("scale", "shift", "sentence"),
     [
         (1.0, 0.0, None),
-        (1e3, 0.0, "The targets have a standard deviation of 1e+03, and the prior one of"),
-        (1e-3, 0.0, "The targets have a standard deviation of 0.001, and the prior one of"),
+        (1e3, 0.0, "The targets minus the mean have a standard deviation of 1e+03, and the prior one of"),
+        (1e-3, 0.0, "The targets minus the mean have a standard deviation of 0.001, and the prior one of"),
         (1.0, 50.0, "The targets lie 42.5 standard deviations away from the prior's mean"),
         (0.0, 1.0, "All targets are equal"),
     ],
