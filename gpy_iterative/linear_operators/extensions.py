@@ -11,14 +11,11 @@ from linear_operator.operators import (
     ConstantMulLinearOperator,
     DenseLinearOperator,
     DiagLinearOperator,
-    InterpolatedLinearOperator,
     RootLinearOperator,
     SumLinearOperator,
 )
 from torch import Tensor
 from torch.nn.functional import pad
-
-MAX_NUMBERS = 2**25
 
 Rows = slice | Tensor
 Operation = ParamSpec("Operation")
@@ -85,8 +82,6 @@ def principal_block(operator: LinearOperator, block: slice) -> Tensor:
 @_by_parts
 def principal_blocks(operator: LinearOperator, rows: Tensor) -> Tensor:
     """operator[rows_i, rows_i] for sets of rows [c, k]: [c, k, k]."""
-    if isinstance(operator, InterpolatedLinearOperator):
-        return _interpolated_blocks(operator, rows)
     if isinstance(operator, RootLinearOperator):
         # `_get_indices` would pick two rows of the root for every entry.
         root = dense_rows(operator.root, rows.flatten()).unflatten(0, rows.shape)
@@ -94,20 +89,6 @@ def principal_blocks(operator: LinearOperator, rows: Tensor) -> Tensor:
     shape = (*rows.shape, rows.shape[-1])
     left, right = rows.unsqueeze(-1).expand(shape), rows.unsqueeze(-2).expand(shape)
     return operator._get_indices(left.contiguous(), right.contiguous())
-
-
-def _interpolated_blocks(operator: InterpolatedLinearOperator, rows: Tensor) -> Tensor:
-    # `_get_indices` would evaluate the grid for every pair of interpolation points.
-    grid, count = operator.base_linear_op, operator.left_interp_indices.shape[-1]
-    data, position = rows.unique(return_inverse=True)
-    if len(rows) > 1 and max(grid.shape[-1] * len(data), rows.numel() * rows.shape[-1] * count) > MAX_NUMBERS:
-        return torch.cat([_interpolated_blocks(operator, part) for part in rows.tensor_split(2)])
-    weights = torch.zeros(len(data), grid.shape[-1], dtype=operator.dtype, device=operator.device)
-    weights.scatter_add_(-1, operator.right_interp_indices[data], operator.right_interp_values[data])
-    columns = grid._matmul(weights.mT)
-    nodes, shares = operator.left_interp_indices[rows], operator.left_interp_values[rows]  # [c, k, count]
-    found = columns[nodes.unsqueeze(-2), position.unsqueeze(-2).unsqueeze(-1)]
-    return (found * shares.unsqueeze(-2)).sum(-1)
 
 
 @_by_parts

@@ -25,6 +25,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators.extensions import all_parts
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
+from gpy_iterative.linear_operators.interpolated import GridLinearOperator
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS, evaluated
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator
@@ -164,7 +165,7 @@ def operator_of_kernel(
     if isinstance(kernel, kernels.GridInterpolationKernel):
         _check_within_grid(kernel, x1 if x2 is None else torch.cat([x1.flatten(0, -2), x2.flatten(0, -2)]))
     if isinstance(kernel, _STRUCTURED):
-        return evaluated(kernel, x1, x1 if x2 is None else x2)
+        return GridLinearOperator.of(evaluated(kernel, x1, x1 if x2 is None else x2))
     return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=products, cache=cache)
 
 

@@ -4,11 +4,10 @@ import gpytorch
 import pytest
 import torch
 from linear_operator import LinearOperator
-from linear_operator.operators import InterpolatedLinearOperator
 
 from gpy_iterative.exact.prediction.blocks import principal_blocks, row_block, row_group
 from gpy_iterative.exact.prediction.joint_prior import joint_prior
-from gpy_iterative.linear_operators import KernelProducts, extensions, noisy_operator
+from gpy_iterative.linear_operators import KernelProducts, interpolated, noisy_operator, operator_of_kernel
 from gpy_iterative.training.training_system import prior_at
 from tests.exact.gaussian_models import CASES
 from tests.exact.prediction.test_posterior import held_out_points
@@ -66,14 +65,14 @@ def test_interleaved_batches_are_cut_at_whole_points() -> None:
 @pytest.mark.parametrize("max_numbers", [2**25, 50])
 @pytest.mark.parametrize("dimensions", [1, 2])
 def test_blocks_of_an_interpolated_kernel(max_numbers: int, dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extensions, "MAX_NUMBERS", max_numbers)
+    monkeypatch.setattr(interpolated, "MAX_NUMBERS", max_numbers)
     kernel = gpytorch.kernels.GridInterpolationKernel(
         gpytorch.kernels.RBFKernel(), grid_size=8, num_dims=dimensions, grid_bounds=[(-4.0, 4.0)] * dimensions
     ).double()
     x = torch.randn(20, dimensions, generator=torch.Generator().manual_seed(0)).double().clamp(-3, 3)
     with torch.no_grad():
-        operator = kernel(x).evaluate_kernel()
-        assert isinstance(operator, InterpolatedLinearOperator)
+        operator = operator_of_kernel(kernel, x, None, KernelProducts())
+        assert isinstance(operator, interpolated.GridLinearOperator)
         index = index_of((7, 5), 20)
         dense = operator.to_dense()
         torch.testing.assert_close(

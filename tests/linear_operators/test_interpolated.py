@@ -1,0 +1,74 @@
+"""Interpolated kernels beside linear_operator's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from gpytorch import kernels
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpy_iterative.linear_operators import KernelProducts, operator_of_kernel
+from gpy_iterative.linear_operators.extensions import dense_rows, matrix_derivative
+from gpy_iterative.linear_operators.interpolated import GridLinearOperator
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.sparse.SparseTensor:UserWarning")
+
+
+class _LargestTensor(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.is_tensor(out) and out.layout == torch.strided:
+            self.size = max(self.size, out.numel())
+        return out
+
+
+def made(x: Tensor, x2: Tensor | None = None) -> tuple[kernels.Kernel, GridLinearOperator]:
+    kernel = kernels.GridInterpolationKernel(
+        kernels.ScaleKernel(kernels.RBFKernel()), grid_size=6, num_dims=2, grid_bounds=[(-0.2, 1.2)] * 2
+    ).double()
+    operator = operator_of_kernel(kernel, x, x2, KernelProducts())
+    assert isinstance(operator, GridLinearOperator)
+    return kernel, operator
+
+
+def points(n: int, seed: int = 0) -> Tensor:
+    return torch.rand(n, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rows", [60, 200])
+def test_dense_matrices_and_derivatives_take_no_tensor_of_all_nodes(rows: int) -> None:
+    """A row has 16 nodes: with 4,000 rows, 1 GB."""
+    n = 120
+    kernel, operator = made(points(rows), points(n, seed=1))
+    expected = operator._matmul(torch.eye(n, dtype=torch.float64))
+    weights = torch.randn(rows, n, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with torch.no_grad(), _LargestTensor() as largest:
+        torch.testing.assert_close(operator.to_dense(), expected.detach())
+        torch.testing.assert_close(dense_rows(operator, torch.tensor([3, 1])), expected.detach()[[3, 1]])
+        found = matrix_derivative(operator, weights)
+    assert largest.size <= 4 * rows * n
+    tensors = operator.representation()
+    wanted = [part for part, tensor in zip(found, tensors, strict=True) if tensor.requires_grad]
+    by_parameter = torch.autograd.grad([t for t in tensors if t.requires_grad], list(kernel.parameters()), wanted)
+    again = torch.autograd.grad((made_like(kernel, rows, n) * weights).sum(), list(kernel.parameters()))
+    torch.testing.assert_close(by_parameter, again)
+
+
+def made_like(kernel: kernels.Kernel, rows: int, n: int) -> Tensor:
+    operator = operator_of_kernel(kernel, points(rows), points(n, seed=1), KernelProducts())
+    return operator.to_dense()  # with a graph: linear_operator's own
+
+
+def test_learned_inputs_have_gradients() -> None:
+    x = points(20).requires_grad_()
+    _, operator = made(x)
+    vectors = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    (found,) = torch.autograd.grad((operator @ vectors).square().sum(), x, retain_graph=True)
+    (expected,) = torch.autograd.grad((operator.to_dense() @ vectors).square().sum(), x)
+    torch.testing.assert_close(found, expected)
+    assert found.abs().max() > 0
