@@ -252,6 +252,11 @@ def noise_operator(
                 f"{tuple(function_dist.event_shape)}: return a MultitaskMultivariateNormal of these tasks, or use "
                 "GaussianLikelihood."
             )
+        if 0 < likelihood.rank < likelihood.num_tasks and not likelihood.has_global_noise:
+            raise ValueError(
+                f"The noise of {likelihood.num_tasks} tasks has rank={likelihood.rank} and no global noise, so some "
+                "sums of outputs have none, and solves do not converge: leave has_global_noise=True, or take rank=0."
+            )
         interleaved = getattr(function_dist, "_interleaved", True)
         noise = likelihood._shaped_noise_covar(
             function_dist.mean.shape, add_noise=likelihood.has_global_noise, interleaved=interleaved

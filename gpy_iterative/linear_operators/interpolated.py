@@ -64,11 +64,12 @@ class GridLinearOperator(InterpolatedLinearOperator):
         return grid._matmul(weights.mT)
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
-        """See `extensions.principal_blocks`."""
+        """See `extensions.principal_blocks`; differentiable."""
         # `_get_indices` would evaluate the grid for every pair of interpolation points.
         size, count = self.base_linear_op.shape[-1], self.left_interp_indices.shape[-1]
-        is_small = size * self.shape[-1] <= MAX_NUMBERS
-        data, position = (None, rows) if is_small else rows.unique(return_inverse=True)
+        has_graph = torch.is_grad_enabled() and self.requires_grad
+        is_kept = size * self.shape[-1] <= MAX_NUMBERS and not has_graph
+        data, position = (None, rows) if is_kept else rows.unique(return_inverse=True)
         num_columns = 0 if data is None else size * len(data)
         if len(rows) > 1 and max(num_columns, rows.numel() * rows.shape[-1] * count) > MAX_NUMBERS:
             return torch.cat([self.principal_blocks(part) for part in rows.tensor_split(2)])

@@ -6,7 +6,7 @@ import torch
 from gpytorch import kernels
 
 import gpy_iterative as gpi
-from tests.exact.gaussian_models import Case, DeepKernelRegression, Regression, data, regression
+from tests.exact.gaussian_models import CASES, Case, DeepKernelRegression, Regression, data, regression
 
 MLLS = [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
 TRUNCATING = [gpi.mlls.RussianRouletteMarginalLogLikelihood, gpi.mlls.RFFMarginalLogLikelihood]
@@ -232,6 +232,15 @@ def test_tasks_of_the_likelihood_that_the_model_has_not() -> None:
     for call in (lambda: mll(model(x), y), lambda: gpi.fit(mll, progress=False), mll.posterior):
         with pytest.raises(ValueError, match=r"has 2 tasks, the model's output the shape \(30,\)"):
             call()
+
+
+def test_noise_of_tasks_that_is_singular() -> None:
+    """Alternating projections ended as converged, with a value far from the exact one."""
+    case = CASES["multitask-low-rank-noise"]()
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2, rank=1, has_global_noise=False).double()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, case.model)
+    with pytest.raises(ValueError, match="The noise of 2 tasks has rank=1 and no global noise"):
+        mll(case.model(case.x), case.y)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, -1.0])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpy_iterative.linear_operators import KernelProducts, operator_of_kernel
-from gpy_iterative.linear_operators.extensions import dense_rows, matrix_derivative
+from gpy_iterative.linear_operators.extensions import dense_rows, matrix_derivative, principal_blocks
 from gpy_iterative.linear_operators.interpolated import GridLinearOperator
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.sparse.SparseTensor:UserWarning")
@@ -72,3 +72,18 @@ def test_learned_inputs_have_gradients() -> None:
     (expected,) = torch.autograd.grad((operator.to_dense() @ vectors).square().sum(), x)
     torch.testing.assert_close(found, expected)
     assert found.abs().max() > 0
+
+
+def test_blocks_have_gradients_after_some_without() -> None:
+    kernel, operator = made(points(30))
+    rows = torch.tensor([[3, 7], [1, 29]])
+    with torch.no_grad():
+        expected = operator.to_dense()[rows.unsqueeze(-1), rows.unsqueeze(-2)]
+        torch.testing.assert_close(principal_blocks(operator, rows), expected)
+    for _ in range(2):
+        found = principal_blocks(operator, rows)
+        torch.testing.assert_close(found.detach(), expected)
+        assert all(
+            gradient.abs().max() > 0
+            for gradient in torch.autograd.grad(found.sum(), list(kernel.parameters()), retain_graph=True)
+        )
