@@ -172,14 +172,15 @@ def operator_of_kernel(
 def _product_with_tasks(
     kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts, cache: TileCache
 ) -> LinearOperator | None:
-    """The product of one kernel and an IndexKernel, for unbatched inputs."""
+    """A product with an IndexKernel, for unbatched inputs."""
     is_batch = any(x is not None and x.dim() > 2 for x in (x1, x2))
-    if type(kernel) is not kernels.ProductKernel or len(kernel.kernels) != 2 or is_batch:
+    if type(kernel) is not kernels.ProductKernel or is_batch:
         return None
     is_index = lambda part: type(part).forward is kernels.IndexKernel.forward
-    index, other = sorted(kernel.kernels, key=is_index, reverse=True)
-    if not is_index(index) or is_index(other) or index.batch_shape:
+    index, *others = sorted(kernel.kernels, key=is_index, reverse=True)
+    if not others or not is_index(index) or is_index(others[0]) or index.batch_shape:
         return None
+    other = others[0] if len(others) == 1 else kernels.ProductKernel(*others)
     count = index.covar_factor.shape[-2]
     numbers = [None if x is None else active_inputs(index, x).squeeze(-1).long() for x in (x1, x2)]
     for tasks in numbers:

@@ -20,6 +20,7 @@ from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN32
+from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from tests.exact.gaussian_models import CASES
 from tests.linear_operators.radial.test_operator import inputs
 
@@ -171,3 +172,19 @@ def test_products_with_an_index_kernel(index: type[kernels.IndexKernel], is_firs
     if index is kernels.IndexKernel:
         with pytest.raises(ValueError, match="has 3 tasks, but the inputs name tasks 0 to 3"):
             kernel_operator(kernel(x), KernelProducts())
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_index_kernel_times_several_kernels(place: int) -> None:
+    factors = [kernels.MaternKernel(active_dims=(0,)), kernels.RQKernel(active_dims=(1,))]
+    factors.insert(place, kernels.IndexKernel(num_tasks=TASKS, rank=2, active_dims=(2,)))
+    kernel = (factors[0] * factors[1] * factors[2]).double()
+    x = torch.cat([inputs(12, 2).double(), (torch.arange(12) * 2 % TASKS).unsqueeze(-1)], dim=-1)
+    found = kernel_operator(kernel(x), KernelProducts())
+    assert isinstance(found, HadamardLinearOperator)
+    assert isinstance(found.points, RadialProductLinearOperator)
+    vectors = torch.ones(12, 2, dtype=torch.float64)
+    products = found @ vectors, kernel(x).to_dense() @ vectors
+    torch.testing.assert_close(*products)
+    found, expected = (torch.autograd.grad(each.square().sum(), list(kernel.parameters())) for each in products)
+    torch.testing.assert_close(found, expected)
