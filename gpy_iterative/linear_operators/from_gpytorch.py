@@ -132,7 +132,8 @@ def operator_of_kernel(
     factors = radial_factors(kernel, x1, x2)
     if len(factors) == 1 or (factors and products.backend != "keops"):
         if x1.requires_grad or len(factors) > 1:
-            # Learned inputs need derivatives by single points, which a far field does not give accurately.
+            # Learned inputs need derivatives by single points, which a far field does not give accurately; a product has
+            # none.
             products = replace(products, far_field=None)
         parts = [
             RadialKernelLinearOperator(
