@@ -61,31 +61,32 @@ class IndependentOutputs(gpytorch.models.ExactGP):
         return MultitaskMultivariateNormal.from_batch_mvn(each)
 
 
-class TasksOfRows(gpytorch.models.ExactGP):
+class _OneOutput(gpytorch.models.ExactGP):
+    def __init__(self, x: Tensor, y: Tensor, likelihood: Likelihood, kernel: kernels.Kernel) -> None:
+        super().__init__(x, y, likelihood)
+        self.mean_module, self.covar_module = gpytorch.means.ConstantMean(), kernel
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+class TasksOfRows(_OneOutput):
     """One observation of one task in a row, whose number is the last input (IndexKernel)."""
 
     def __init__(self, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
-        super().__init__(x, y, likelihood)
         d = x.shape[-1] - 1
-        self.mean_module = gpytorch.means.ConstantMean()
         of_inputs = kernels.MaternKernel(nu=2.5, ard_num_dims=d, active_dims=tuple(range(d)))
-        self.covar_module = of_inputs * kernels.IndexKernel(num_tasks=OUTPUTS, rank=1, active_dims=(d,))
-
-    def forward(self, x: Tensor) -> MultivariateNormal:
-        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+        of_tasks = kernels.IndexKernel(num_tasks=OUTPUTS, rank=1, active_dims=(d,))
+        super().__init__(x, y, likelihood, of_inputs * of_tasks)
 
 
-class SpaceAndTime(gpytorch.models.ExactGP):
+class SpaceAndTime(_OneOutput):
     """The product of a kernel of two inputs and one of the last."""
 
     def __init__(self, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
-        super().__init__(x, y, likelihood)
-        self.mean_module = gpytorch.means.ConstantMean()
         space = kernels.MaternKernel(nu=1.5, ard_num_dims=2, active_dims=(0, 1))
-        self.covar_module = kernels.ScaleKernel(space * kernels.MaternKernel(nu=2.5, active_dims=(2,)))
-
-    def forward(self, x: Tensor) -> MultivariateNormal:
-        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+        time_kernel = kernels.MaternKernel(nu=2.5, active_dims=(2,))
+        super().__init__(x, y, likelihood, kernels.ScaleKernel(space * time_kernel))
 
 
 def data(n: int) -> tuple[Tensor, Tensor]:

@@ -69,11 +69,11 @@ class GridLinearOperator(InterpolatedLinearOperator):
         size, count = self.base_linear_op.shape[-1], self.left_interp_indices.shape[-1]
         has_graph = torch.is_grad_enabled() and self.requires_grad
         is_kept = size * self.shape[-1] <= MAX_NUMBERS and not has_graph
-        data, position = (None, rows) if is_kept else rows.unique(return_inverse=True)
-        num_columns = 0 if data is None else size * len(data)
-        if len(rows) > 1 and max(num_columns, rows.numel() * rows.shape[-1] * count) > MAX_NUMBERS:
+        everything = torch.arange(self.shape[-1], device=self.device)
+        data, position = (everything, rows) if is_kept else rows.unique(return_inverse=True)
+        if len(rows) > 1 and max(size * len(data), rows.numel() * rows.shape[-1] * count) > MAX_NUMBERS:
             return torch.cat([self.principal_blocks(part) for part in rows.tensor_split(2)])
-        columns = self._all_columns if data is None else self._columns(data)
+        columns = self._all_columns if is_kept else self._columns(data)
         nodes, shares = self.left_interp_indices[rows], self.left_interp_values[rows]  # [c, k, count]
         found = columns[nodes.unsqueeze(-2), position.unsqueeze(-2).unsqueeze(-1)]
         return (found * shares.unsqueeze(-2)).sum(-1)

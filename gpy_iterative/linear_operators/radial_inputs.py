@@ -65,12 +65,12 @@ def radial_factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> lis
     if not factors or not all(factors):
         return []
     gaussian = sorted((factor for (factor,) in factors if factor.function is RBF), key=lambda factor: not factor.angles)
-    others = [factor for (factor,) in factors if factor.function is not RBF]
+    found = [factor for (factor,) in factors if factor.function is not RBF]
     if gaussian:
         first = side_by_side([factor.x1 for factor in gaussian])
         second = None if x2 is None else side_by_side([factor.x2 for factor in gaussian])
-        others.insert(0, RadialInputs(first, second, RBF, None, sum(factor.angles for factor in gaussian)))
-    return [replace(others[0], outputscales=outputscales), *others[1:]]
+        found.insert(0, RadialInputs(first, second, RBF, None, sum(factor.angles for factor in gaussian)))
+    return [replace(found[0], outputscales=outputscales), *found[1:]]
 
 
 def _factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> tuple[list[_Factor], tuple[Tensor, ...]]:

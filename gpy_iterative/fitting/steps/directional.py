@@ -177,11 +177,11 @@ class _Radial(DirectionalProduct):
 
     def _along(self, tangent: Tangent) -> Tensor | None:
         x1, outputscale, alpha = (*tangent, None)[:3]
+        if not self.has_closed_form(x1):
+            return self._differences.along(tangent)
         rates = None if x1 is None else self._rates(x1)
         total = None if rates is None else (self._scales * rates.unsqueeze(-2)).sum(-1)
         if x1 is not None and rates is None:
-            if not self.has_closed_form(x1):
-                return self._differences.along(tangent)
             total = self._turned(x1[..., : self.operator.angles])
         if outputscale is not None:
             total = _sum(total, outputscale.unsqueeze(-1) * self._per_outputscale)

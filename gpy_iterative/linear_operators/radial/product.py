@@ -153,23 +153,22 @@ class _ProductTiles(RadialTiles):
         self.seen = SeenVersions.of(self.owner)
 
     def evaluate(self, tile: Any, out: Tensor) -> Tensor:
-        return self._times_others(tile, super().evaluate(tile, out))
+        return self._times_others(tile, super().evaluate(tile, out))[0]
 
     def evaluate_both(self, tile: Any, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
-        value, derivative = super().evaluate_both(tile, value, derivative)
-        for other in self._others:
-            entries = other.evaluate(tile, other.scratch(tile.shape, 0))
-            value.mul_(entries)
-            derivative.mul_(entries)
+        value, derivative = self._times_others(tile, *super().evaluate_both(tile, value, derivative))
         return value, derivative
 
     def alpha_derivatives(self, tile: Any) -> Tensor:
-        return self._times_others(tile, super().alpha_derivatives(tile))
+        return self._times_others(tile, super().alpha_derivatives(tile))[0]
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         return reduce(torch.mul, [other.block(rows, columns) for other in self._others], super().block(rows, columns))
 
-    def _times_others(self, tile: Any, entries: Tensor) -> Tensor:
+    def _times_others(self, tile: Any, *blocks: Tensor) -> tuple[Tensor, ...]:
+        """Multiplies the blocks in place."""
         for other in self._others:
-            entries.mul_(other.evaluate(tile, other.scratch(tile.shape, 0)))
-        return entries
+            entries = other.evaluate(tile, other.scratch(tile.shape, 0))
+            for block in blocks:
+                block.mul_(entries)
+        return blocks
