@@ -186,6 +186,12 @@ def far_field_error(operator: LinearOperator) -> float | None:
     return max((error for error in found if error is not None), default=None)
 
 
+def has_fast_products(operator: LinearOperator) -> bool:
+    """Whether products of a tiled operator cost less than its entries: by a far field, or a grid."""
+    found = (part.has_fast_products() for part in all_parts(operator) if hasattr(part, "has_fast_products"))
+    return any(found) or far_field_error(operator) is not None
+
+
 def low_precision_copy(operator: LinearOperator) -> LinearOperator | None:
     """A float32 copy without gradient; None where no kernel has `precision="float32"`.
 

@@ -131,9 +131,9 @@ def operator_of_kernel(
         return _sum([operator_of_kernel(*part, products, cache.part(str(i))) for i, part in enumerate(parts)])
     factors = radial_factors(kernel, x1, x2)
     if len(factors) == 1 or (factors and products.backend != "keops"):
+        # Learned inputs need derivatives by single points, which grids and far fields do not give (accurately).
+        on_axes = None if x1.requires_grad else products
         if x1.requires_grad or len(factors) > 1:
-            # Learned inputs need derivatives by single points, which a far field does not give accurately; a product has
-            # none.
             products = replace(products, far_field=None)
         parts = [
             RadialKernelLinearOperator(
@@ -148,7 +148,7 @@ def operator_of_kernel(
             )
             for factor in factors
         ]
-        operator = parts[0] if len(parts) == 1 else RadialProductLinearOperator.of(parts)
+        operator = parts[0] if len(parts) == 1 else RadialProductLinearOperator.of(parts, on_axes)
         return reduce(_times, factors[0].outputscales, operator)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # As in its forward, the data kernel's active dims are ignored.

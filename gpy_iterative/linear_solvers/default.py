@@ -2,7 +2,7 @@
 
 from linear_operator import LinearOperator
 
-from gpy_iterative.linear_operators.extensions import far_field_error, sum_terms
+from gpy_iterative.linear_operators.extensions import has_fast_products, sum_terms
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from gpy_iterative.linear_solvers.alternating_projections import AlternatingProjections
@@ -18,14 +18,14 @@ EXACT_BELOW = 3000
 def default_solver(operator: LinearOperator) -> Solver:
     """Cholesky up to 3,000 rows; beyond, alternating projections.
 
-    Conjugate gradients for structured operators and far fields, whose products are cheap.
+    Conjugate gradients for structured operators, grids and far fields, whose products are cheap.
     """
     if operator.shape[-1] <= EXACT_BELOW:
         return Cholesky()
     kernel = operator.kernel if isinstance(operator, NoisyLinearOperator) else operator
     if not any(isinstance(term, TiledLinearOperator) for term, _ in sum_terms(kernel)):
         return ConjugateGradients()
-    if far_field_error(kernel) is not None:
+    if has_fast_products(kernel):
         return conjugate_gradients()
     return AlternatingProjections(fallback=conjugate_gradients())
 

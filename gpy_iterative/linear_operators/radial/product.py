@@ -1,7 +1,6 @@
 """Products of radial kernels, entry by entry, such as a Matern kernel of space and one of time."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, reduce
 from typing import Any
 
@@ -9,13 +8,11 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.changes import SeenVersions
 from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.radial.grid import Axis, Grid, GridTiles, axes_of
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
-from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
-from gpy_iterative.linear_operators.tiles.tiles import Tiles
 
 
 class RadialProductLinearOperator(TiledLinearOperator):
@@ -23,37 +20,71 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     Args:
         factors: of one shape, products and cache; those after the first have no outputscale.
+        on_axes: how products on the axes of a grid are computed (see `grid.py`); None looks for none.
 
     A product of the matrix costs one evaluation of each factor, or n m s multiply-adds of kept tiles; the derivative costs
-    such an evaluation for each factor.
+    such an evaluation for each factor. A symmetric matrix of data in the cells of an S x T grid costs S T (S + T) s.
     """
 
-    def __init__(self, *factors: RadialKernelLinearOperator) -> None:
-        super().__init__(*factors)
-        self.factors, first = factors, factors[0]
+    def __init__(self, *factors: RadialKernelLinearOperator, on_axes: KernelProducts | None = None) -> None:
+        super().__init__(*factors, on_axes=on_axes)
+        self.factors, self._on_axes, first = factors, on_axes, factors[0]
         self.products, self.cache, self.symmetric = first.products, first.cache, first.symmetric
         self.tile_scale = first.tile_scale
         self.angles = sum(factor.angles for factor in factors)
 
     @classmethod
-    def of(cls, factors: Sequence[LinearOperator]) -> "RadialProductLinearOperator":
+    def of(cls, factors: Sequence[LinearOperator], on_axes: KernelProducts | None) -> "RadialProductLinearOperator":
         """Factors of several batch shapes."""
         batch = torch.broadcast_shapes(*(factor.batch_shape for factor in factors))
         same = lambda factor: factor if factor.batch_shape == batch else factor._expand_batch(batch)
-        return cls(*map(same, factors))
+        return cls(*map(same, factors), on_axes=on_axes)
 
     @cached_property
     def by_factor(self) -> list["ProductByFactor"]:
-        """The product as functions of one factor each; the first keeps tiles."""
+        """The product as functions of one factor each; the first keeps tiles, and the grid."""
         first, *rest = self.factors
-        scale = first.outputscale.detach()
-        found = [ProductByFactor(first, rest, first.outputscale, keeps_tiles=True)]
-        for number, factor in enumerate(rest):
-            others = [first, *rest[:number], *rest[number + 1 :]]
-            found.append(ProductByFactor(factor, others, scale, keeps_tiles=False))
+        scale, grid = first.outputscale.detach(), lambda: self.tiles().grid
+        found = [ProductByFactor(first, rest, first.outputscale, number=0, grid=self._make_grid)]
+        for number, factor in enumerate(rest, 1):
+            others = [first, *rest[: number - 1], *rest[number:]]
+            found.append(ProductByFactor(factor, others, scale, number=number, grid=grid))
         return found
 
-    def tiles(self) -> Tiles:
+    def _make_grid(self) -> Grid | None:
+        products = self._on_axes
+        if products is None or self.batch_shape or not self.symmetric:
+            return None
+        axes = axes_of([factor.x1.detach() for factor in self.factors])
+        return Grid(axes, [self._tiles_on(axis, products, str(i)) for i, axis in enumerate(axes)]) if axes else None
+
+    def _tiles_on(self, axis: Axis, products: KernelProducts, name: str) -> list[RadialTiles]:
+        cache = self.cache.part(name)
+        operators = [
+            RadialKernelLinearOperator(
+                factor.x1.detach()[axis.first],
+                factor.x1.new_ones(()),
+                alpha=None if factor.alpha is None else factor.alpha.detach(),
+                function=factor.function,
+                angles=factor.angles,
+                products=products,
+                cache=cache,
+            )
+            for factor in (self.factors[number] for number in axis.factors)
+        ]
+        parts = operators if len(operators) == 1 else type(self)(*operators).by_factor
+        return [part.tiles() for part in parts]
+
+    def has_fast_products(self) -> bool:
+        """See `extensions.has_fast_products`."""
+        return self.tiles().grid is not None
+
+    def far_field_error(self) -> float | None:
+        """See `extensions.far_field_error`."""
+        grid = self.tiles().grid
+        return None if grid is None else grid.far_field_error()
+
+    def tiles(self) -> GridTiles:
         return self.by_factor[0].tiles()
 
     def _size(self) -> torch.Size:
@@ -83,7 +114,7 @@ class RadialProductLinearOperator(TiledLinearOperator):
         return torch.cat([factor.kernel_inputs() for factor in self.factors], dim=-1)
 
     def _on_factors(self, change: Callable[[RadialKernelLinearOperator], Any]) -> LinearOperator:
-        return type(self)(*map(change, self.factors))
+        return type(self)(*map(change, self.factors), on_axes=self._on_axes)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         return self._on_factors(lambda factor: factor._getitem(row_index, col_index, *batch_indices))
@@ -106,7 +137,7 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     def _mul_constant(self, other: float | Tensor) -> LinearOperator:
         first, *rest = self.factors
-        return type(self)(first._mul_constant(other), *rest)
+        return type(self)(first._mul_constant(other), *rest, on_axes=self._on_axes)
 
     def low_precision_copy(self) -> LinearOperator:
         """See `extensions.low_precision_copy`."""
@@ -114,7 +145,8 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     def with_products(self, *, change: Callable[[KernelProducts], KernelProducts]) -> LinearOperator:
         """See `extensions.with_products`."""
-        return self._on_factors(lambda factor: factor.with_products(change=change))
+        factors = [factor.with_products(change=change) for factor in self.factors]
+        return type(self)(*factors, on_axes=None if self._on_axes is None else change(self._on_axes))
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
         """See `extensions.in_float64`."""
@@ -130,45 +162,11 @@ class ProductByFactor(RadialKernelLinearOperator):
         others: Sequence[RadialKernelLinearOperator],
         outputscale: Tensor,
         *,
-        keeps_tiles: bool,
+        number: int,
+        grid: Callable[[], Grid | None],
     ) -> None:
         super().__init__(factor.x1, outputscale, **factor._kwargs)
-        self._others, self._keeps_tiles = others, keeps_tiles
+        self._others, self._number, self._grid = others, number, grid
 
-    def _make_tiles(self) -> RadialTiles:
-        return _ProductTiles(self, self._others, self._keeps_tiles)
-
-
-class _ProductTiles(RadialTiles):
-    """The first factor's tiles, times those of others."""
-
-    def __init__(
-        self, first: RadialKernelLinearOperator, others: Sequence[RadialKernelLinearOperator], keeps_tiles: bool
-    ) -> None:
-        bare = replace(first.products, cache_memory=0)
-        products, cache = (first.products, first.cache) if keeps_tiles else (bare, TileCache())
-        super().__init__(first.x1, first.x2, first.function, first.alpha, products, cache)
-        self._others = [RadialTiles(o.x1, o.x2, o.function, o.alpha, bare, TileCache()) for o in others]
-        self.owner = (*self.owner, *(tensor for other in self._others for tensor in other.owner))
-        self.seen = SeenVersions.of(self.owner)
-
-    def evaluate(self, tile: Any, out: Tensor) -> Tensor:
-        return self._times_others(tile, super().evaluate(tile, out))[0]
-
-    def evaluate_both(self, tile: Any, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
-        value, derivative = self._times_others(tile, *super().evaluate_both(tile, value, derivative))
-        return value, derivative
-
-    def alpha_derivatives(self, tile: Any) -> Tensor:
-        return self._times_others(tile, super().alpha_derivatives(tile))[0]
-
-    def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        return reduce(torch.mul, [other.block(rows, columns) for other in self._others], super().block(rows, columns))
-
-    def _times_others(self, tile: Any, *blocks: Tensor) -> tuple[Tensor, ...]:
-        """Multiplies the blocks in place."""
-        for other in self._others:
-            entries = other.evaluate(tile, other.scratch(tile.shape, 0))
-            for block in blocks:
-                block.mul_(entries)
-        return blocks
+    def _make_tiles(self) -> GridTiles:
+        return GridTiles(self, self._others, self._number == 0, grid=self._grid, factor=self._number)

@@ -1,0 +1,207 @@
+"""Products of kernels at inputs on an incomplete grid, beside GPyTorch's dense matrices."""
+
+import math
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+from torch import Tensor
+
+import gpy_iterative as gpi
+from gpy_iterative.fitting.steps.directional import directional_product
+from gpy_iterative.linear_operators import KernelProducts, far_field_error, operator_of_kernel
+from gpy_iterative.linear_operators.extensions import in_float64, low_precision_copy, with_products
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.radial.grid import axes_of
+from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
+from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
+from gpy_iterative.linear_solvers.default import default_solver
+
+PRODUCTS = KernelProducts(tile_size=16)
+MADE = {
+    "space and time": lambda: kernels.ScaleKernel(
+        kernels.MaternKernel(nu=1.5, active_dims=(0, 1), ard_num_dims=2)
+        * kernels.MaternKernel(nu=0.5, active_dims=(2,))
+    ),
+    "two kernels of time": lambda: kernels.ScaleKernel(
+        kernels.MaternKernel(nu=2.5, active_dims=(0, 1))
+        * kernels.RQKernel(active_dims=(2,))
+        * kernels.PeriodicKernel(active_dims=(2,))
+    ),
+}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def on_grid(stations: int = 12, days: int = 15, *, missing: float = 0.2, repeated: int = 5) -> Tensor:
+    """Stations on some days, in any order; some twice."""
+    generator = torch.Generator().manual_seed(1)
+    station, day = torch.meshgrid(torch.arange(stations), torch.arange(days), indexing="ij")
+    x = torch.cat([random(stations, 2)[station.flatten()], 0.3 * day.flatten().unsqueeze(-1).double()], dim=-1)
+    kept = torch.randperm(len(x), generator=generator)[round(missing * len(x)) :]
+    return torch.cat([x[kept], x[kept[:repeated]]])
+
+
+def made(name: str) -> kernels.Kernel:
+    kernel, generator = MADE[name]().double(), torch.Generator().manual_seed(1)
+    for parameter in kernel.parameters():
+        parameter.data.copy_(torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
+    return kernel
+
+
+def operator_of(kernel: kernels.Kernel, x: Tensor, products: KernelProducts = PRODUCTS) -> RadialProductLinearOperator:
+    operator = operator_of_kernel(kernel, x, None, products)
+    assert isinstance(operator, RadialProductLinearOperator)
+    return operator
+
+
+def sizes(operator: RadialProductLinearOperator) -> list[int]:
+    grid = operator.tiles().grid
+    return [] if grid is None else [axis.size for axis in grid.axes]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_products_and_derivatives(name: str) -> None:
+    kernel, x = made(name), on_grid()
+    operator, dense = operator_of(kernel, x), kernel(x).to_dense()
+    assert sorted(sizes(operator)) == [12, 15]
+    left, right, close = random(len(x), 3), random(len(x), 3, seed=1), {"rtol": 1e-6, "atol": 1e-6}
+    with torch.no_grad():
+        torch.testing.assert_close(operator @ right, dense @ right, **close)
+        batch = random(2, len(x), 3)
+        torch.testing.assert_close(operator._matmul(batch), dense @ batch, **close)
+    parameters = list(kernel.parameters())
+    expected = torch.autograd.grad((left * (dense @ right)).sum(), parameters)
+    found = torch.autograd.grad((left * (operator @ right)).sum(), parameters)
+    torch.testing.assert_close(found, expected, **close)
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_derivatives_of_a_product_along_hyperparameters(name: str, batch: tuple[int, ...]) -> None:
+    kernel, x = made(name), on_grid()
+    vector = random(*batch, len(x), seed=2)
+    for parameter in kernel.parameters():
+        tensors, step = operator_of(kernel, x).representation(), 1e-5
+        moved = []
+        with torch.no_grad():
+            for sign in (1, -1):
+                parameter.data += sign * step
+                moved.append((operator_of(kernel, x).representation(), vector @ kernel(x).to_dense()))
+                parameter.data -= sign * step
+        (above, product), (below, other) = moved
+        tangent = [
+            (a - b) / (2 * step) if tensor.requires_grad and not torch.equal(a, b) else None
+            for tensor, a, b in zip(tensors, above, below, strict=True)
+        ]
+        operator = operator_of(kernel, x)
+        assert operator.tiles().grid is not None
+        found = directional_product(operator, vector).along(tangent)
+        assert found is not None
+        torch.testing.assert_close(found, (product - other) / (2 * step), rtol=1e-4, atol=1e-5)
+
+
+def test_an_axis_with_a_far_field() -> None:
+    kernel, x = made("space and time"), on_grid(1500, 4, missing=0.05, repeated=0)
+    operator, exact = (operator_of(kernel, x, KernelProducts(far_field=error)) for error in (1e-4, None))
+    error, vectors = far_field_error(operator), random(len(x), 2)
+    assert error is not None
+    assert 1e-7 < error < 1e-4
+    assert far_field_error(exact) is None
+    with torch.no_grad():
+        product = exact @ vectors
+        torch.testing.assert_close(operator @ vectors, product, rtol=0, atol=1e-4 * float(product.abs().max()))
+    derivatives = lambda each: torch.autograd.grad((vectors * (each @ vectors)).sum(), list(kernel.parameters()))
+    torch.testing.assert_close(derivatives(operator), derivatives(exact), rtol=1e-3, atol=1e-3)
+
+
+def test_copies() -> None:
+    x = on_grid()
+    operator, vectors = operator_of(made("two kernels of time"), x).detach(), random(len(x), 2)
+    product = operator @ vectors
+    lower = low_precision_copy(with_products(operator, lambda _: KernelProducts(precision="float32")))
+    assert isinstance(lower, RadialProductLinearOperator)
+    for copied in (3 * operator / 3, in_float64(lower), lower):
+        assert isinstance(copied, RadialProductLinearOperator)
+        assert sizes(copied) == sizes(operator)
+        found = (copied @ vectors.to(copied.dtype)).double()
+        torch.testing.assert_close(found, product, rtol=1e-4, atol=1e-4)
+
+
+def test_axes() -> None:
+    x = on_grid(repeated=0)
+    place, time, phase = x[:, :2], x[:, 2:], x[:, 2:].remainder(0.9)
+    assert sorted(axis.size for axis in axes_of([place, time])) == [12, 15]
+    axes = {axis.factors: axis for axis in axes_of([time, place, phase])}
+    joined = next(axis for factors, axis in axes.items() if set(factors) == {0, 2})
+    assert joined.size == 15
+    for axis in axes.values():
+        for factor in axis.factors:
+            inputs = (time, place, phase)[factor]
+            torch.testing.assert_close(inputs[axis.first][axis.place], inputs, rtol=0, atol=0)
+    assert not axes_of([place, place])  # one axis
+    assert not axes_of([random(100, 2), random(100, 1, seed=1)])  # no grid
+    assert not axes_of([place[:20], time[:20]])  # few cells have data
+    three = torch.cartesian_prod(*(torch.arange(k, dtype=torch.float64) for k in (4, 5, 6)))
+    assert sorted(axis.size for axis in axes_of(list(three.split(1, dim=-1)))) == [4, 5, 6]
+
+
+def test_learned_inputs_have_derivatives_by_point() -> None:
+    kernel, x = made("space and time"), on_grid().requires_grad_()
+    operator, vectors = operator_of(kernel, x), random(len(x), 2)
+    assert operator.tiles().grid is None
+    found = torch.autograd.grad((vectors * (operator @ vectors)).sum(), x)
+    expected = torch.autograd.grad((vectors * (kernel(x).to_dense() @ vectors)).sum(), x)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_batches_and_rectangular_matrices_have_no_grid() -> None:
+    x = on_grid()
+    batch = kernels.MaternKernel(batch_shape=torch.Size([2])).double() * kernels.RQKernel(active_dims=(2,)).double()
+    for operator in (operator_of(batch, x), operator_of_kernel(made("space and time"), x, x[:20], PRODUCTS)):
+        assert isinstance(operator, RadialProductLinearOperator)
+        assert operator.tiles().grid is None
+
+
+def test_default_solver() -> None:
+    x, noise = on_grid(60, 80, repeated=0), torch.tensor(0.1, dtype=torch.float64)
+    operator = operator_of(made("space and time"), x)
+    assert isinstance(default_solver(NoisyLinearOperator(operator, noise.expand(len(x)))), ConjugateGradients)
+
+
+class SpaceAndTime(gpytorch.models.ExactGP):
+    def __init__(self, x: Tensor, y: Tensor, likelihood: gpytorch.likelihoods.GaussianLikelihood) -> None:
+        super().__init__(x, y, likelihood)
+        self.mean_module = gpytorch.means.ZeroMean()
+        self.covar_module = made("space and time")
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def test_a_step_and_predictions_agree_with_the_dense_matrix() -> None:
+    x = on_grid(60, 80, repeated=0)
+    y = torch.sin(3 * x[:, 0]) + torch.cos(x[:, 2]) + 0.3 * random(len(x))
+    likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
+    model = SpaceAndTime(x, y, likelihood)
+    solver = gpi.solvers.ConjugateGradients(
+        tolerance=1e-6, max_epochs=200, preconditioner=gpi.preconditioners.Vecchia()
+    )
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0, solver=solver)
+    value = mll(model(x), y)
+    assert mll.report is not None
+    with torch.no_grad():
+        covariance = model.covar_module(x).to_dense() + likelihood.noise * torch.eye(len(x), dtype=x.dtype)
+        lower = torch.linalg.cholesky(covariance)
+        weights = torch.cholesky_solve(y.unsqueeze(-1), lower).squeeze(-1)
+        logdet = 2 * lower.diagonal().log().sum()
+        expected = -0.5 * (y @ weights + logdet + len(x) * math.log(2 * math.pi)) / len(x)
+        assert abs(value - expected) <= 4 * mll.report.value_sem
+        assert mll.report.value_sem < 0.01
+        new = x[:50] + 0.05
+        cross = model.covar_module(new, x).to_dense()
+        found = mll.posterior()(new)
+        torch.testing.assert_close(found.mean, cross @ weights, rtol=1e-4, atol=1e-4)
