@@ -1,4 +1,7 @@
-"""One training step of composite models, ours and GPyTorch's: two outputs, written in four ways, and space and time."""
+"""One training step of composite models, ours and GPyTorch's: two outputs, written in four ways, and space and time.
+
+The points of space and time are random, or those of stations on most days.
+"""
 
 import statistics
 import time
@@ -29,7 +32,7 @@ from benchmarks.command_line import (
 )
 from benchmarks.runner import Outcome, contender
 
-OUTPUTS = 2
+OUTPUTS, DAYS = 2, 120
 
 
 class SeveralOutputs(gpytorch.models.ExactGP):
@@ -98,21 +101,39 @@ def data(n: int) -> tuple[Tensor, Tensor]:
     return x, clean + 0.1 * torch.randn(n, OUTPUTS, generator=generator)
 
 
-def listed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """A row for every target."""
-    tasks = torch.arange(OUTPUTS).repeat(len(x)).to(x)
+def listed(n: int) -> tuple[Tensor, Tensor]:
+    """A row for every target of `data`."""
+    x, y = data(n)
+    tasks = torch.arange(OUTPUTS).repeat(n).to(x)
     return torch.cat([x.repeat_interleave(OUTPUTS, dim=0), tasks.unsqueeze(-1)], dim=-1), y.flatten()
 
 
-MODELS: dict[str, tuple[type[gpytorch.models.ExactGP], Callable[[], Likelihood]]] = {
-    "MultitaskKernel": (SeveralOutputs, partial(MultitaskGaussianLikelihood, num_tasks=OUTPUTS)),
-    "MultitaskKernel, correlated noise": (
-        SeveralOutputs,
-        partial(MultitaskGaussianLikelihood, num_tasks=OUTPUTS, rank=1),
-    ),
-    "independent": (IndependentOutputs, partial(MultitaskGaussianLikelihood, num_tasks=OUTPUTS)),
-    "IndexKernel": (TasksOfRows, GaussianLikelihood),
-    "space and time": (SpaceAndTime, GaussianLikelihood),
+def one_output(n: int) -> tuple[Tensor, Tensor]:
+    x, y = data(n)
+    return x, y[:, 0]
+
+
+def stations_and_days(n: int) -> tuple[Tensor, Tensor]:
+    """About n data of stations on nine of ten days, in any order."""
+    generator = torch.Generator().manual_seed(0)
+    stations = torch.rand(round(n / (0.9 * DAYS)), 2, generator=generator)
+    cells = torch.randperm(len(stations) * DAYS, generator=generator)
+    cells = cells[: round(0.9 * len(cells))]
+    day = (cells % DAYS) / DAYS
+    x = torch.cat([stations[cells // DAYS], day.unsqueeze(-1)], dim=-1)
+    clean = torch.sin(6 * x[:, 0]) * torch.cos(4 * x[:, 1]) + 0.5 * torch.sin(5 * x[:, 2])
+    return x, clean + 0.1 * torch.randn(len(x), generator=generator)
+
+
+_OF_ALL_TASKS = partial(MultitaskGaussianLikelihood, num_tasks=OUTPUTS)
+#: Model, likelihood and data.
+MODELS: dict[str, tuple[type[gpytorch.models.ExactGP], Callable[[], Likelihood], Callable[[int], Any]]] = {
+    "MultitaskKernel": (SeveralOutputs, _OF_ALL_TASKS, data),
+    "MultitaskKernel, correlated noise": (SeveralOutputs, partial(_OF_ALL_TASKS, rank=1), data),
+    "independent": (IndependentOutputs, _OF_ALL_TASKS, data),
+    "IndexKernel": (TasksOfRows, GaussianLikelihood, listed),
+    "space and time": (SpaceAndTime, GaussianLikelihood, one_output),
+    "stations and days": (SpaceAndTime, GaussianLikelihood, stations_and_days),
 }
 MLLS: dict[str, Callable[..., Any]] = {
     "ours": gpi.mlls.HutchinsonMarginalLogLikelihood,
@@ -124,12 +145,8 @@ NAMES = [f"{ours}, {model}" for model in MODELS for ours in MLLS]
 def train(whose: str, kind: str, *, n: int, steps: int) -> Outcome:
     """Adam; one step more than `steps` is taken, and the first left out."""
     torch.manual_seed(0)  # GPyTorch draws the tasks' covariance
-    make, likelihood = MODELS[kind][0], MODELS[kind][1]()
-    x, y = data(n)
-    if make is TasksOfRows:
-        x, y = listed(x, y)
-    elif make is SpaceAndTime:
-        y = y[:, 0]
+    make, make_likelihood, make_data = MODELS[kind]
+    likelihood, (x, y) = make_likelihood(), make_data(n)
     model = make(x, y, likelihood).train()
     mll = MLLS[whose](likelihood, model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
