@@ -1,6 +1,8 @@
-"""Entries of a radial kernel matrix in batches of blocks."""
+"""Entries of radial kernel matrices and their products in batches of blocks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -30,6 +32,16 @@ class ScaledInputs:
         return ScaledInputs(self.apart.index_select(0, nodes), together)
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Those of all factors."""
+
+    factors: tuple[ScaledInputs, ...]
+
+    def of(self, nodes: Tensor) -> "Inputs":
+        return Inputs(tuple(inputs.of(nodes) for inputs in self.factors))
+
+
 class RadialEntries:
     """Entries f(|x_i - x_j|^2) of a symmetric matrix, without the outputscale.
 
@@ -48,9 +60,6 @@ class RadialEntries:
         self._apart = [column.contiguous() for column in scaled[:, apart].unbind(1)]
         self._together = scaled[:, together].contiguous() if len(together) else None
         self.function = function.at_exact_distances() if self._together is None else function
-
-    def __len__(self) -> int:
-        return len(self.positions)
 
     def double(self) -> "RadialEntries":
         alpha = None if self.alpha is None else self.alpha.double()
@@ -79,23 +88,16 @@ class RadialEntries:
         u, scratch = self.squared_distances(left, right, out, scratch)
         return self.function.value_(u, scratch, self.alpha)
 
-    def at_proxies(self, rows: Tensor, proxies: Tensor) -> Tensor:
-        """Entries [b, m, p] of rows [b, m] at proxies [b, p], which skeletons interpolate.
-
-        The last proxies have derivatives by log lengthscales, which a skeleton for values need not interpolate: on a line,
-        one point suffices for exp(-r).
-        """
-        proxies = proxies.tensor_split([len(proxies[0]) - len(proxies[0]) // DERIVATIVE_PART], dim=1)
-        points, (first, last) = self.inputs(rows), (self.inputs(part) for part in proxies)
-        u, scratch = self.squared_distances(points, last)
+    def derivatives(self, points: ScaledInputs, proxies: ScaledInputs) -> Tensor:
+        """As `blocks`: derivatives by log lengthscales, in turn."""
+        u, scratch = self.squared_distances(points, proxies)
         squares, num = u.clone(), len(self._apart) + (self._together is not None)
         # In pairs, because a node's own proxies alternate with its parent's (`level_proxies`).
         turn = torch.arange(u.shape[-1], device=u.device) // 2 % num
-        for index, (own, given) in enumerate(zip(points.apart.unbind(1), last.apart.unbind(1), strict=True)):
+        for index, (own, given) in enumerate(zip(points.apart.unbind(1), proxies.apart.unbind(1), strict=True)):
             squares[..., turn == index] = (own.unsqueeze(-1) - given[:, turn == index].unsqueeze(-2)).square_()
         derivatives = self.function.value_and_derivative_(u, scratch, self.alpha)[1].mul_(squares)
-        factor = 2 * self.function.derivative_factor / self._original.scale(self.alpha)
-        return torch.cat([self.blocks(points, first), derivatives.mul_(factor)], dim=2)
+        return derivatives.mul_(2 * self.function.derivative_factor / self._original.scale(self.alpha))
 
     def squared_distances(
         self, left: ScaledInputs, right: ScaledInputs, out: Tensor | None = None, scratch: Tensor | None = None
@@ -114,3 +116,48 @@ class RadialEntries:
             u.add_(points.square().sum(-1, keepdim=True)).add_(others.square().sum(-1).unsqueeze(1))
             u.baddbmm_(points, others.mT, alpha=-2)
         return u, scratch
+
+
+class ProductEntries:
+    """Entries of a product of one or more radial kernel matrices."""
+
+    def __init__(self, factors: Sequence[RadialEntries]) -> None:
+        self.factors, first = factors, factors[0]
+        self.positions = torch.cat([factor.positions for factor in factors], dim=-1)
+        self.dtype, self.device = first.dtype, first.device
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def double(self) -> "ProductEntries":
+        return ProductEntries([factor.double() for factor in self.factors])
+
+    def at_distances(self, distances: Tensor) -> Tensor:
+        """The largest float64 entries at these distances: log f is convex in q, so those along one factor."""
+        return reduce(torch.maximum, [factor.at_distances(distances) for factor in self.factors])
+
+    def inputs(self, rows: Tensor) -> Inputs:
+        return Inputs(tuple(factor.inputs(rows) for factor in self.factors))
+
+    def blocks(self, left: Inputs, right: Inputs) -> Tensor:
+        """Blocks [b, m, p] between points left [b, m] and right [b, p]."""
+        given = zip(self.factors, left.factors, right.factors, strict=True)
+        return reduce(torch.Tensor.mul_, [factor.blocks(*pair) for factor, *pair in given])
+
+    def at_proxies(self, rows: Tensor, proxies: Tensor) -> Tensor:
+        """Entries [b, m, p] of rows [b, m] at proxies [b, p], which skeletons interpolate.
+
+        The last proxies have derivatives by log lengthscales, which a skeleton for values need not interpolate: on a line,
+        one point suffices for exp(-r).
+        """
+        points, count = self.inputs(rows), len(proxies[0]) // DERIVATIVE_PART
+        first, last = proxies.split([len(proxies[0]) - count, count], dim=1)
+        found = [self.blocks(points, self.inputs(first))]
+        for number, part in enumerate(last.tensor_split(len(self.factors), dim=1)):
+            given = zip(self.factors, points.factors, self.inputs(part).factors, strict=True)
+            blocks = [
+                factor.derivatives(*pair) if place == number else factor.blocks(*pair)
+                for place, (factor, *pair) in enumerate(given)
+            ]
+            found.append(reduce(torch.Tensor.mul_, blocks))
+        return torch.cat(found, dim=2)

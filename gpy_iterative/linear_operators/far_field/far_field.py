@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.far_field.entries import RadialEntries
+from gpy_iterative.linear_operators.far_field.entries import ProductEntries
 from gpy_iterative.linear_operators.far_field.levels import Levels, PairBlocks
 from gpy_iterative.linear_operators.far_field.measured import measured_error
 from gpy_iterative.linear_operators.far_field.plan import RANK_STEP, Plan, make_plan, with_measured_ranks
@@ -42,7 +42,7 @@ class FarField:
 
 
 @divided()
-def far_field(entries: RadialEntries, wanted: float | Literal["auto"]) -> FarField | None:
+def far_field(entries: ProductEntries, wanted: float | Literal["auto"]) -> FarField | None:
     """The far field of a symmetric matrix; None if it does not pay, or two attempts miss the tolerance by far."""
     n = len(entries)
     tolerance = automatic_tolerance(n, entries.dtype) if wanted == "auto" else wanted
@@ -66,18 +66,18 @@ def automatic_tolerance(n: int, dtype: torch.dtype) -> float:
     return min(max(part * TOLERANCE_TIMES_ROWS / n, smallest), LARGEST_TOLERANCE)
 
 
-def _built(plan: Plan, entries: RadialEntries) -> FarField:
+def _built(plan: Plan, entries: ProductEntries) -> FarField:
     levels = build_levels(plan, entries)
     return FarField(levels, measured_error(plan, levels, entries))
 
 
-def _with_higher_ranks(plan: Plan, entries: RadialEntries, ratio: float) -> Plan:
+def _with_higher_ranks(plan: Plan, entries: ProductEntries, ratio: float) -> Plan:
     other = with_measured_ranks(replace(plan, error=plan.error * LOWER_AIM * ratio), entries)
     ranks = [max(rank, before + RANK_STEP) for rank, before in zip(other.ranks, plan.ranks, strict=False)]
     return replace(other, ranks=ranks)
 
 
-def build_levels(plan: Plan, entries: RadialEntries) -> Levels:
+def build_levels(plan: Plan, entries: ProductEntries) -> Levels:
     leaves, pairs, double = plan.levels[-1], plan.pairs[-1], entries.double()
     is_same, inputs = pairs.near[0] == pairs.near[1], entries.inputs(leaves.rows)
     parts = [
@@ -105,7 +105,7 @@ def _num_proxies(rank: int, nodes: int) -> int:
 
 
 def _skeletons(
-    entries: RadialEntries, points: Tensor, proxies: Tensor, rank: int, in_halves: bool
+    entries: ProductEntries, points: Tensor, proxies: Tensor, rank: int, in_halves: bool
 ) -> tuple[Tensor, Tensor]:
     """Rows [nodes, rank] picked from points [nodes, size], and U^T [nodes, rank, size]."""
     picked = points.new_empty(len(points), rank)

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.far_field.entries import ScaledInputs
+from gpy_iterative.linear_operators.far_field.entries import Inputs
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.worker_threads import ByDevice, run, summed
 
@@ -34,7 +34,7 @@ class PairBlocks:
     """
 
     points: Tensor
-    inputs: ScaledInputs
+    inputs: Inputs
     pairs: Tensor
     is_diagonal: bool
     step: int
@@ -61,7 +61,7 @@ class Batch:
         return self.part.pairs[1, self.pairs]
 
     @property
-    def inputs(self) -> tuple[ScaledInputs, ScaledInputs]:
+    def inputs(self) -> tuple[Inputs, Inputs]:
         return self.part.inputs.of(self.left), self.part.inputs.of(self.right)
 
     @property

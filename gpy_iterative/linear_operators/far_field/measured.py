@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative import random_numbers
-from gpy_iterative.linear_operators.far_field.entries import RadialEntries
+from gpy_iterative.linear_operators.far_field.entries import ProductEntries
 from gpy_iterative.linear_operators.far_field.levels import Levels, PairBlocks
 from gpy_iterative.linear_operators.far_field.plan import Plan
 from gpy_iterative.linear_operators.far_field.tree import box_gaps
@@ -18,7 +18,7 @@ from gpy_iterative.linear_operators.far_field.tree import box_gaps
 MEASURED_PAIRS, MEASURED_ROWS = 384, 4
 
 
-def measured_error(plan: Plan, levels: Levels, entries: RadialEntries) -> float:
+def measured_error(plan: Plan, levels: Levels, entries: ProductEntries) -> float:
     """Root mean square error of all entries over `Plan.size`, from random far entries."""
     generator = torch.Generator().manual_seed(3)
     double, total = entries.double(), 0.0
@@ -42,7 +42,7 @@ class _Samples:
         slots: of both sides, [p, rows].
     """
 
-    def __init__(self, plan: Plan, depth: int, entries: RadialEntries, generator: torch.Generator) -> None:
+    def __init__(self, plan: Plan, depth: int, entries: ProductEntries, generator: torch.Generator) -> None:
         self._generator = generator
         own, leaves, pairs, x = plan.levels[depth], plan.levels[-1], plan.pairs[depth], entries.positions
         closeness = lambda *boxes: entries.at_distances(box_gaps(*boxes)).square_()
@@ -76,7 +76,7 @@ class _Samples:
         return found, num * closeness.gather(1, found) / sums[:, -1:]
 
 
-def _errors(levels: Levels, part: PairBlocks, entries: RadialEntries, samples: _Samples) -> Tensor:
+def _errors(levels: Levels, part: PairBlocks, entries: ProductEntries, samples: _Samples) -> Tensor:
     sides = zip(samples.nodes, samples.leaves, samples.slots, strict=True)
     (left, first), (right, second) = (_weights(levels, part.step, *side) for side in sides)
     at_skeletons = entries.blocks(*(entries.inputs(part.points[nodes]) for nodes in samples.nodes))

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from gpy_iterative.linear_operators.far_field.entries import RadialEntries
+from gpy_iterative.linear_operators.far_field.entries import ProductEntries
 from gpy_iterative.linear_operators.far_field.proxies import sampled_proxies
 from gpy_iterative.linear_operators.far_field.skeletons import needed_rank
 from gpy_iterative.linear_operators.far_field.tree import (
@@ -68,7 +68,7 @@ def _cost(pairs: int, size: int) -> float:
     return pairs * size * (size + POINT_COST)
 
 
-def make_plan(entries: RadialEntries, tolerance: float, limit: float) -> Plan | None:
+def make_plan(entries: ProductEntries, tolerance: float, limit: float) -> Plan | None:
     """The cheapest plan; None if its cost must exceed the limit, in entries of a product."""
     size = entries_size(entries, tolerance)
     depth = max(int(math.log2(len(entries) / SMALLEST_LEAF)), 0)
@@ -82,14 +82,14 @@ def make_plan(entries: RadialEntries, tolerance: float, limit: float) -> Plan | 
     return with_measured_ranks(hoped, entries)
 
 
-def with_measured_ranks(plan: Plan, entries: RadialEntries) -> Plan:
+def with_measured_ranks(plan: Plan, entries: ProductEntries) -> Plan:
     double = entries.double()
     # The root first: large nodes take longest.
     ranks = run([partial(_rank, double, nodes, plan.error) for nodes in plan.levels], entries.device)
     return replace(plan, ranks=ranks).cheapest()
 
 
-def entries_size(entries: RadialEntries, tolerance: float) -> float:
+def entries_size(entries: ProductEntries, tolerance: float) -> float:
     """Standard deviation of all entries, estimated from random ones; at least what rounding allows.
 
     With long lengthscales, entries are nearly equal: errors relative to their root mean square would hide the differences.
@@ -103,7 +103,7 @@ def entries_size(entries: RadialEntries, tolerance: float) -> float:
     return max(math.sqrt(variance), least * math.sqrt(variance + float(mean.square())))
 
 
-def _rank(entries: RadialEntries, nodes: Nodes, error: float) -> int:
+def _rank(entries: ProductEntries, nodes: Nodes, error: float) -> int:
     generator = torch.Generator().manual_seed(1)
     chosen = permutation(len(nodes), generator)[:SAMPLED_NODES].to(nodes.rows.device)
     proxies = sampled_proxies(nodes, chosen, SAMPLED_PROXIES, generator)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.far_field.entries import RadialEntries
+from gpy_iterative.linear_operators.far_field.entries import ProductEntries, RadialEntries, ScaledInputs
 from gpy_iterative.linear_operators.far_field.far_field import FarField, far_field
 from gpy_iterative.linear_operators.far_field.levels import Batch
 from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
@@ -23,11 +23,27 @@ class RadialFarField(RadialTiles):
     """Tiles of an unbatched symmetric matrix f(|x_i - x_j|^2).
 
     Full products, bilinear and directional derivatives use the far field, if it pays.
+
+    Args:
+        args: of `RadialTiles`.
+        angles: the first so many coordinates are those of circles; RBF only. A period moves neighbours on a circle by
+            different turns, which the far field's derivative cannot tell: it moves skeletons in place of points.
     """
 
+    #: The factor of a product that the tiles are a function of.
+    number = 0
+
+    def __init__(self, *args: Any, angles: int = 0) -> None:
+        super().__init__(*args)
+        self._angles = angles
+
+    @property
+    def own_entries(self) -> RadialEntries:
+        return self.entries.factors[self.number]
+
     @cached_property
-    def entries(self) -> RadialEntries:
-        return RadialEntries(self.x1, self._function, self.alpha)
+    def entries(self) -> ProductEntries:
+        return ProductEntries([RadialEntries(self.x1, self._function, self.alpha)])
 
     def far_field(self) -> FarField | None:
         """The far field, made once for these tensors; None if it does not pay."""
@@ -81,26 +97,50 @@ class RadialFarField(RadialTiles):
     def evaluate(self, tile: Tile | Batch, out: Tensor) -> Tensor:
         if isinstance(tile, Tile):
             return super().evaluate(tile, out)
-        return self.entries.blocks(*tile.inputs, out, self.scratch(tile.shape, 1))
+        return self.own_entries.blocks(*own_inputs(tile, self.number), out, self.scratch(tile.shape, 1))
 
     def evaluate_both(self, tile: Tile | Batch, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(tile, Tile):
             return super().evaluate_both(tile, value, derivative)
-        u, scratch = self.entries.squared_distances(*tile.inputs, value, derivative)
-        return self.entries.function.value_and_derivative_(u, scratch, self.alpha)
+        own = self.own_entries
+        u, scratch = own.squared_distances(*own_inputs(tile, self.number), value, derivative)
+        return own.function.value_and_derivative_(u, scratch, self.alpha)
 
     def alpha_derivatives(self, tile: Tile | Batch) -> Tensor:
         if isinstance(tile, Tile):
             return super().alpha_derivatives(tile)
-        u, _ = self.entries.squared_distances(*tile.inputs)
-        return self.entries.function.alpha_derivative(u, self.alpha)
+        u, _ = self.own_entries.squared_distances(*own_inputs(tile, self.number))
+        return self.own_entries.function.alpha_derivative(u, self.alpha)
+
+    def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
+        """See `RadialTiles.derivative`; interpolations count as constants.
+
+        Cost with angles: a product with 1 + angles columns more for each of the weights' factors.
+        """
+        field = self.far_field() if isinstance(weights, BilinearWeights) else None
+        if field is None or not isinstance(weights, BilinearWeights):
+            return super().derivative(weights, value=value, alpha=alpha)
+        if not self._angles:
+            return self._derivative(field, weights, value, alpha)
+        found = self._by_angles(weights)
+        if self._angles < self.x1.shape[-1]:
+            by_others = self._derivative(field, weights, value, alpha)
+            by_others.x1[:, : self._angles] = found.x1[:, : self._angles]
+            return by_others
+        return found
+
+    def _by_angles(self, weights: BilinearWeights) -> RadialDerivative:
+        """By products with the kernel, for each point: exp(-q / 2) is -2 times its derivative."""
+        x, right = self.x1[:, : self._angles], weights.right
+        factors = torch.cat([right, *(coordinate * right for coordinate in x.mT.unsqueeze(-1))], dim=-1)
+        products = self.product(_ALL, _ALL, factors).unflatten(-1, (-1, right.shape[-1]))
+        # sum_j W_ij f_ij (x_j - x_i), and without the difference.
+        plain, of_angles = torch.linalg.vecdot(products, weights.left.unsqueeze(-2)).double().tensor_split([1], dim=-1)
+        of_angles -= x * plain
+        return RadialDerivative(of_angles.to(x.dtype), plain.sum() / 2, plain.new_zeros(()))
 
     @divided()
-    def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
-        """See `RadialTiles.derivative`; interpolations count as constants."""
-        field = self.far_field() if isinstance(weights, BilinearWeights) else None
-        if field is None:
-            return super().derivative(weights, value=value, alpha=alpha)
+    def _derivative(self, field: FarField, weights: BilinearWeights, value: bool, alpha: bool) -> RadialDerivative:
         vectors = field.levels.up(weights.left.movedim(-2, 0).flatten(1))
         # The right factor is the left one with its halves swapped (`BilinearWeights`).
         halves = 2 * vectors[0].shape[1] // weights.left.shape[-1]
@@ -138,6 +178,12 @@ class RadialFarField(RadialTiles):
                 _add_differences(by_node, points, batch, weights.mul_(derivatives).double())
             inputs.index_add_(0, rows.flatten(), by_node.mT.flatten(0, 1))
         return [inputs, sum_of_values, sum_of_alpha]
+
+
+def own_inputs(batch: Batch, number: int) -> tuple[ScaledInputs, ScaledInputs]:
+    """A factor's inputs of both sides."""
+    left, right = batch.inputs
+    return left.factors[number], right.factors[number]
 
 
 def _add_differences(sums: Tensor, points: Tensor, batch: Batch, weights: Tensor) -> None:

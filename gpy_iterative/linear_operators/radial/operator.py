@@ -9,7 +9,6 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.far_field.periodic import PeriodicFarField
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
@@ -68,7 +67,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         if self.products.backend == "keops":
             engine = RadialKeOps
         elif self.symmetric and not self._is_batched and self.products.may_have_far_field(self.x1):
-            engine = partial(PeriodicFarField, angles=self.angles) if self.angles else RadialFarField
+            engine = partial(RadialFarField, angles=self.angles)
         return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
 
     def _size(self) -> torch.Size:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field import far_field as far_field_module
 from gpy_iterative.linear_operators.far_field import proxies as proxies_module
-from gpy_iterative.linear_operators.far_field.entries import RadialEntries
+from gpy_iterative.linear_operators.far_field.entries import ProductEntries, RadialEntries
 from gpy_iterative.linear_operators.far_field.far_field import build_levels, far_field
 from gpy_iterative.linear_operators.far_field.levels import Levels
 from gpy_iterative.linear_operators.far_field.measured import measured_error
@@ -27,7 +27,7 @@ def uniform(n: int, seed: int) -> Tensor:
     return 10 * torch.rand(n, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def true_error(x: Tensor, levels: Levels, entries: RadialEntries) -> float:
+def true_error(x: Tensor, levels: Levels, entries: ProductEntries) -> float:
     """Root mean square error of all entries over their standard deviation."""
     squares, values = 0.0, torch.exp(-0.5 * torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square())
     for some, true in zip(torch.eye(len(x), dtype=x.dtype).split(500), values.split(500), strict=True):
@@ -40,7 +40,7 @@ def true_error(x: Tensor, levels: Levels, entries: RadialEntries) -> float:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_true_error_of_a_smooth_kernel_has_the_tolerance(seed: int) -> None:
     x = uniform(5000, seed)
-    entries = RadialEntries(x, RBF, None)
+    entries = ProductEntries([RadialEntries(x, RBF, None)])
     field = far_field(entries, 1e-7)
     assert field is not None
     true = true_error(x, field.levels, entries)
@@ -51,7 +51,7 @@ def test_the_true_error_of_a_smooth_kernel_has_the_tolerance(seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_measured_error_is_the_true_one_where_few_entries_make_it(seed: int) -> None:
     x = uniform(2000, seed)
-    entries = RadialEntries(x, RBF, None)
+    entries = ProductEntries([RadialEntries(x, RBF, None)])
     plan = make_plan(entries, 1e-6, len(x) ** 2 / 2)
     assert plan is not None
     with (

@@ -21,7 +21,7 @@ from gpy_iterative.linear_operators import (
 )
 from gpy_iterative.linear_operators.far_field import far_field as far_field_module
 from gpy_iterative.linear_operators.far_field import plan as plan_module
-from gpy_iterative.linear_operators.far_field.entries import RadialEntries, ScaledInputs
+from gpy_iterative.linear_operators.far_field.entries import ProductEntries, RadialEntries, ScaledInputs
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.radial.functions import (
     MATERN12,
@@ -411,7 +411,7 @@ def test_inputs_without_dimensions_have_tiles() -> None:
 def test_float32_interpolates_the_points_of_its_entries() -> None:
     """Far from the origin, rounding of the scaled inputs moves points: those of the interpolations, too."""
     x = uniform(4096, 2).float() + 20_000
-    entries = RadialEntries(x, MATERN32, None)
+    entries = ProductEntries([RadialEntries(x, MATERN32, None)])
     field = far_field_module.far_field(entries, 1e-5)
     assert field is not None
     vectors = torch.randn(len(x), 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
