@@ -33,7 +33,7 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
-from gpy_iterative.linear_operators.radial_inputs import active_inputs, radial_factors, value_dtype
+from gpy_iterative.linear_operators.radial_inputs import active_inputs, is_smooth_product, radial_factors, value_dtype
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 
 #: Noise models that need the inputs, or task indices, of the data.
@@ -132,7 +132,7 @@ def operator_of_kernel(
     factors = radial_factors(kernel, x1, x2)
     if len(factors) == 1 or (factors and products.backend != "keops"):
         # Learned inputs need derivatives by single points, which grids and far fields do not give (accurately).
-        on_axes = None if x1.requires_grad else products
+        structured = None if x1.requires_grad else products
         if x1.requires_grad or len(factors) > 1:
             products = replace(products, far_field=None)
         parts = [
@@ -148,7 +148,10 @@ def operator_of_kernel(
             )
             for factor in factors
         ]
-        operator = parts[0] if len(parts) == 1 else RadialProductLinearOperator.of(parts, on_axes)
+        operator = parts[0]
+        if len(parts) > 1:
+            has_far_field = is_smooth_product(kernel, x1.shape[-1])
+            operator = RadialProductLinearOperator.of(parts, structured=structured, has_far_field=has_far_field)
         return reduce(_times, factors[0].outputscales, operator)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # As in its forward, the data kernel's active dims are ignored.

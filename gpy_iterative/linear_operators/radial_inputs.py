@@ -73,6 +73,17 @@ def radial_factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> lis
     return [replace(found[0], outputscales=outputscales), *found[1:]]
 
 
+def is_smooth_product(kernel: kernels.Kernel, num_columns: int) -> bool:
+    """Whether a product of radial kernels is smooth where any of its inputs differ.
+
+    A Matern kernel of some inputs has a kink at all points that share these.
+    """
+    leaves, _ = _factors(kernel, torch.arange(num_columns).unsqueeze(0), None)
+    used = {column for _, columns, _ in leaves for column in columns.flatten().tolist()}
+    is_smooth = lambda leaf: _radial_function(leaf) in (RBF, RATIONAL_QUADRATIC)
+    return all(is_smooth(leaf) or used == set(columns.flatten().tolist()) for leaf, columns, _ in leaves)
+
+
 def _factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> tuple[list[_Factor], tuple[Tensor, ...]]:
     """The factors of a product, perhaps in scales, and their outputscales."""
     if type(kernel) is kernels.ScaleKernel:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpy_iterative.linear_operators.far_field.far_field import FarField
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.radial.product_tiles import ProductTiles
 from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
@@ -132,21 +133,24 @@ class Grid:
 
 
 class GridTiles(ProductTiles):
-    """`ProductTiles` as a function of one factor, whose products and bilinear derivatives use a grid, if data are on one.
+    """`ProductTiles` whose products and derivatives use a grid, if data are on one.
 
     Args:
-        grid: a function that finds it.
-        factor: the factor's number.
         args: of `ProductTiles`.
+        make_grid: finds the grid, which the first tiles keep for all.
     """
 
-    def __init__(self, *args: Any, grid: Callable[[], Grid | None], factor: int) -> None:
+    def __init__(self, *args: Any, make_grid: Callable[[], Grid | None]) -> None:
         super().__init__(*args)
-        self._find_grid, self._factor = grid, factor
+        self._make_grid = make_grid
 
     @cached_property
     def grid(self) -> Grid | None:
-        return self._find_grid()
+        return self._make_grid() if self._first is None else self._first().grid
+
+    def far_field(self) -> FarField | None:
+        """See `RadialFarField`; none on a grid."""
+        return None if self.grid is not None else super().far_field()
 
     def product(
         self, rows: slice, columns: slice, rhs: Tensor, values: Callable[[Any], Tensor] | None = None
@@ -161,7 +165,7 @@ class GridTiles(ProductTiles):
         grid = self.grid if isinstance(weights, BilinearWeights) else None
         if grid is None:
             return super().derivative(weights, value=value, alpha=alpha)
-        axis, number, tiles = grid.of_factor(self._factor)
+        axis, number, tiles = grid.of_factor(self.number)
         left, right = (grid.spread(vectors.movedim(-2, 0).flatten(1)) for vectors in weights.tensors)
         pair = (part.movedim(number, 0).flatten(1) for part in (left, grid.multiplied(right, without=axis)))
         of_axis = BilinearWeights(*pair, torch.Size(), tiles)
@@ -185,7 +189,7 @@ class GridTiles(ProductTiles):
         grid = self.grid
         if grid is None:
             return on_tiles(rhs)
-        axis, number, tiles = grid.of_factor(self._factor)
+        axis, number, tiles = grid.of_factor(self.number)
 
         def multiply(vectors: Tensor) -> Tensor:
             along = grid.multiplied(grid.spread(vectors), without=axis).movedim(number, 0)

@@ -20,39 +20,48 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     Args:
         factors: of one shape, products and cache; those after the first have no outputscale.
-        on_axes: how products on the axes of a grid are computed (see `grid.py`); None looks for none.
+        structured: how products on the axes of a grid are computed; None looks for no grid.
+        has_far_field: whether these options may give the product a far field.
 
     A product of the matrix costs one evaluation of each factor, or n m s multiply-adds of kept tiles; the derivative costs
     such an evaluation for each factor. A symmetric matrix of data in the cells of an S x T grid costs S T (S + T) s.
     """
 
-    def __init__(self, *factors: RadialKernelLinearOperator, on_axes: KernelProducts | None = None) -> None:
-        super().__init__(*factors, on_axes=on_axes)
-        self.factors, self._on_axes, first = factors, on_axes, factors[0]
+    def __init__(
+        self,
+        *factors: RadialKernelLinearOperator,
+        structured: KernelProducts | None = None,
+        has_far_field: bool = False,
+    ) -> None:
+        super().__init__(*factors, structured=structured, has_far_field=has_far_field)
+        self.factors, self._structured, first = factors, structured, factors[0]
+        self._own_products = structured if structured is not None and has_far_field else first.products
         self.products, self.cache, self.symmetric = first.products, first.cache, first.symmetric
         self.tile_scale = first.tile_scale
         self.angles = sum(factor.angles for factor in factors)
 
     @classmethod
-    def of(cls, factors: Sequence[LinearOperator], on_axes: KernelProducts | None) -> "RadialProductLinearOperator":
+    def of(cls, factors: Sequence[LinearOperator], **options: Any) -> "RadialProductLinearOperator":
         """Factors of several batch shapes."""
         batch = torch.broadcast_shapes(*(factor.batch_shape for factor in factors))
         same = lambda factor: factor if factor.batch_shape == batch else factor._expand_batch(batch)
-        return cls(*map(same, factors), on_axes=on_axes)
+        return cls(*map(same, factors), **options)
 
     @cached_property
     def by_factor(self) -> list["ProductByFactor"]:
-        """The product as functions of one factor each; the first keeps tiles, and the grid."""
-        first, *rest = self.factors
-        scale, grid = first.outputscale.detach(), lambda: self.tiles().grid
-        found = [ProductByFactor(first, rest, first.outputscale, number=0, grid=self._make_grid)]
-        for number, factor in enumerate(rest, 1):
-            others = [first, *rest[: number - 1], *rest[number:]]
-            found.append(ProductByFactor(factor, others, scale, number=number, grid=grid))
-        return found
+        """The product as functions of one factor each; the first keeps tiles, and the grid or far field."""
+        return [ProductByFactor(self, number) for number in range(len(self.factors))]
+
+    def tiles(self) -> GridTiles:
+        return self.by_factor[0].tiles()
+
+    def make_tiles(self, number: int) -> GridTiles:
+        """As a function of this factor."""
+        first = None if number == 0 else self.tiles
+        return GridTiles(self.factors, number, self._own_products, first, make_grid=self._make_grid)
 
     def _make_grid(self) -> Grid | None:
-        products = self._on_axes
+        products = self._structured
         if products is None or self.batch_shape or not self.symmetric:
             return None
         axes = axes_of([factor.x1.detach() for factor in self.factors])
@@ -81,11 +90,10 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     def far_field_error(self) -> float | None:
         """See `extensions.far_field_error`."""
-        grid = self.tiles().grid
-        return None if grid is None else grid.far_field_error()
-
-    def tiles(self) -> GridTiles:
-        return self.by_factor[0].tiles()
+        grid, field = self.tiles().grid, self.tiles().far_field()
+        if grid is not None:
+            return grid.far_field_error()
+        return None if field is None else field.error
 
     def _size(self) -> torch.Size:
         return self.factors[0].shape
@@ -114,7 +122,7 @@ class RadialProductLinearOperator(TiledLinearOperator):
         return torch.cat([factor.kernel_inputs() for factor in self.factors], dim=-1)
 
     def _on_factors(self, change: Callable[[RadialKernelLinearOperator], Any]) -> LinearOperator:
-        return type(self)(*map(change, self.factors), on_axes=self._on_axes)
+        return type(self)(*map(change, self.factors), **self._kwargs)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         return self._on_factors(lambda factor: factor._getitem(row_index, col_index, *batch_indices))
@@ -137,7 +145,7 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     def _mul_constant(self, other: float | Tensor) -> LinearOperator:
         first, *rest = self.factors
-        return type(self)(first._mul_constant(other), *rest, on_axes=self._on_axes)
+        return type(self)(first._mul_constant(other), *rest, **self._kwargs)
 
     def low_precision_copy(self) -> LinearOperator:
         """See `extensions.low_precision_copy`."""
@@ -146,7 +154,8 @@ class RadialProductLinearOperator(TiledLinearOperator):
     def with_products(self, *, change: Callable[[KernelProducts], KernelProducts]) -> LinearOperator:
         """See `extensions.with_products`."""
         factors = [factor.with_products(change=change) for factor in self.factors]
-        return type(self)(*factors, on_axes=None if self._on_axes is None else change(self._on_axes))
+        structured = None if self._structured is None else change(self._structured)
+        return type(self)(*factors, **self._kwargs | {"structured": structured})
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
         """See `extensions.in_float64`."""
@@ -156,17 +165,10 @@ class RadialProductLinearOperator(TiledLinearOperator):
 class ProductByFactor(RadialKernelLinearOperator):
     """A product as a function of one factor: its derivatives. The others are constants."""
 
-    def __init__(
-        self,
-        factor: RadialKernelLinearOperator,
-        others: Sequence[RadialKernelLinearOperator],
-        outputscale: Tensor,
-        *,
-        number: int,
-        grid: Callable[[], Grid | None],
-    ) -> None:
-        super().__init__(factor.x1, outputscale, **factor._kwargs)
-        self._others, self._number, self._grid = others, number, grid
+    def __init__(self, product: RadialProductLinearOperator, number: int) -> None:
+        factor, outputscale = product.factors[number], product.factors[0].outputscale
+        super().__init__(factor.x1, outputscale.detach() if number else outputscale, **factor._kwargs)
+        self._product, self._number = product, number
 
     def _make_tiles(self) -> GridTiles:
-        return GridTiles(self, self._others, self._number == 0, grid=self._grid, factor=self._number)
+        return self._product.make_tiles(self._number)

@@ -1,31 +1,68 @@
-"""Tiles of a product of radial kernels."""
+"""Tiles of a product of radial kernels, as a function of one factor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.changes import SeenVersions
+from gpy_iterative.linear_operators.far_field.entries import ProductEntries, RadialEntries
+from gpy_iterative.linear_operators.far_field.far_field import FarField
+from gpy_iterative.linear_operators.far_field.levels import Batch
+from gpy_iterative.linear_operators.far_field.radial import RadialFarField, own_inputs
+from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 
 
-class ProductTiles(RadialTiles):
-    """The first factor's tiles, times those of others."""
+class ProductTiles(RadialFarField):
+    """One factor's tiles, times those of others.
+
+    Args:
+        factors: of the product.
+        number: of the factor whose derivatives these tiles have.
+        products: of the first factor's tiles, which may have a far field.
+        first: finds the first factor's tiles, which keep tiles and far field for all; None: these are.
+    """
 
     def __init__(
-        self, first: RadialKernelLinearOperator, others: Sequence[RadialKernelLinearOperator], keeps_tiles: bool
+        self,
+        factors: Sequence[RadialKernelLinearOperator],
+        number: int,
+        products: KernelProducts,
+        first: "Callable[[], Any] | None",
     ) -> None:
-        bare = replace(first.products, cache_memory=0)
-        products, cache = (first.products, first.cache) if keeps_tiles else (bare, TileCache())
-        super().__init__(first.x1, first.x2, first.function, first.alpha, products, cache)
-        self._others = [RadialTiles(o.x1, o.x2, o.function, o.alpha, bare, TileCache()) for o in others]
-        self.owner = (*self.owner, *(tensor for other in self._others for tensor in other.owner))
+        factor, bare = factors[number], replace(products, cache_memory=0, far_field=None)
+        self.number, self._first = number, first
+        products, cache = (products, factor.cache) if first is None else (bare, TileCache())
+        super().__init__(factor.x1, factor.x2, factor.function, factor.alpha, products, cache, angles=factor.angles)
+        self._others = {
+            place: RadialTiles(other.x1, other.x2, other.function, other.alpha, bare, TileCache())
+            for place, other in enumerate(factors)
+            if place != number
+        }
+        self.owner = (*self.owner, *(tensor for other in self._others.values() for tensor in other.owner))
         self.seen = SeenVersions.of(self.owner)
+
+    @cached_property
+    def entries(self) -> ProductEntries:
+        """See `RadialFarField`."""
+        if self._first is not None:
+            return self._first().entries
+        return ProductEntries(
+            [RadialEntries(each.x1, each._function, each.alpha) for each in (self, *self._others.values())]
+        )
+
+    def far_field(self) -> FarField | None:
+        """See `RadialFarField`."""
+        if self._first is not None:
+            return self._first().far_field()
+        may_have = self.symmetric and len(self.shape) == 2 and self.products.may_have_far_field(self.x1)
+        return super().far_field() if may_have else None
 
     def evaluate(self, tile: Any, out: Tensor) -> Tensor:
         return self._times_others(tile, super().evaluate(tile, out))[0]
@@ -38,12 +75,18 @@ class ProductTiles(RadialTiles):
         return self._times_others(tile, super().alpha_derivatives(tile))[0]
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        return reduce(torch.mul, [other.block(rows, columns) for other in self._others], super().block(rows, columns))
+        others = [other.block(rows, columns) for other in self._others.values()]
+        return reduce(torch.mul, others, super().block(rows, columns))
 
     def _times_others(self, tile: Any, *blocks: Tensor) -> tuple[Tensor, ...]:
         """Multiplies the blocks in place."""
-        for other in self._others:
-            entries = other.evaluate(tile, other.scratch(tile.shape, 0))
+        for place, other in self._others.items():
+            out = other.scratch(tile.shape, 0)
+            if isinstance(tile, Batch):
+                inputs, scratch = own_inputs(tile, place), other.scratch(tile.shape, 1)
+                entries = self.entries.factors[place].blocks(*inputs, out, scratch)
+            else:
+                entries = other.evaluate(tile, out)
             for block in blocks:
                 block.mul_(entries)
         return blocks

@@ -10,7 +10,12 @@ from gpytorch import kernels
 from torch import Tensor
 
 from gpy_iterative.fitting.steps.directional import directional_product
-from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator, operator_of_kernel
+from gpy_iterative.linear_operators import (
+    KernelProducts,
+    RadialKernelLinearOperator,
+    far_field_error,
+    operator_of_kernel,
+)
 from gpy_iterative.linear_operators.extensions import in_float64, low_precision_copy, principal_blocks, with_products
 from gpy_iterative.linear_operators.extensions import rows_matmul as multiply_rows
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
@@ -158,3 +163,41 @@ def test_keops_has_no_such_formula() -> None:
     pytest.importorskip("pykeops")
     with pytest.raises(ValueError, match="ProductKernel has no KeOps formula"):
         operator_of_kernel(made("three"), random(10, 3), None, KernelProducts(backend="keops"))
+
+
+FAR: dict[str, Make] = {
+    "quasi-periodic": lambda: kernels.ScaleKernel(
+        kernels.PeriodicKernel(active_dims=(0,)) * kernels.MaternKernel(nu=1.5, active_dims=(0,))
+    ),
+    "smooth factors of two inputs": lambda: (
+        kernels.RQKernel(active_dims=(0,)) * kernels.RBFKernel(active_dims=(1,)) * kernels.RQKernel(active_dims=(0,))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_far_fields(name: str) -> None:
+    kernel, n = FAR[name]().double(), 2000
+    x = torch.rand(n, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.tensor([30.0, 0.5])
+    operator, exact = (operator_of(kernel, x, products=KernelProducts(far_field=error)) for error in (1e-6, None))
+    error, vectors = far_field_error(operator), random(n, 2)
+    assert error is not None
+    assert 1e-9 < error < 1e-6
+    assert far_field_error(exact) is None
+    with torch.no_grad():
+        product = exact @ vectors
+        torch.testing.assert_close(operator @ vectors, product, rtol=0, atol=1e-5 * float(product.abs().max()))
+    derivatives = lambda each: torch.autograd.grad((vectors * (each @ vectors)).sum(), list(kernel.parameters()))
+    torch.testing.assert_close(derivatives(operator), derivatives(exact), rtol=1e-3, atol=1e-3)
+    tensors = operator.representation()
+    for number in (number for number, tensor in enumerate(tensors) if tensor.dim() == 2 and len(tensor) == n):
+        tangent: list[Tensor | None] = [None] * len(tensors)
+        tangent[number] = tensors[number].detach()
+        found, expected = (directional_product(each, vectors[:, 0]).along(tangent) for each in (operator, exact))
+        assert expected is not None
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_no_far_field_where_factors_have_kinks_at_different_points() -> None:
+    kernel, x = made("space and time"), random(200, 3)
+    assert far_field_error(operator_of(kernel, x, products=KernelProducts(far_field=0.1))) is None
