@@ -116,7 +116,7 @@ def one_output(n: int) -> tuple[Tensor, Tensor]:
 def stations_and_days(n: int) -> tuple[Tensor, Tensor]:
     """About n data of stations on nine of ten days, in any order."""
     generator = torch.Generator().manual_seed(0)
-    stations = torch.rand(round(n / (0.9 * DAYS)), 2, generator=generator)
+    stations = torch.rand(max(round(n / (0.9 * DAYS)), 2), 2, generator=generator)
     cells = torch.randperm(len(stations) * DAYS, generator=generator)
     cells = cells[: round(0.9 * len(cells))]
     day = (cells % DAYS) / DAYS
