@@ -31,6 +31,7 @@ from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.radial.grid import OnAxes, axes_of
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_operators.radial_inputs import active_inputs, is_smooth_product, radial_factors, value_dtype
@@ -131,9 +132,8 @@ def operator_of_kernel(
         return _sum([operator_of_kernel(*part, products, cache.part(str(i))) for i, part in enumerate(parts)])
     factors = radial_factors(kernel, x1, x2)
     if len(factors) == 1 or (factors and products.backend != "keops"):
-        # Learned inputs need derivatives by single points, which grids and far fields do not give (accurately).
-        structured = None if x1.requires_grad else products
-        if x1.requires_grad or len(factors) > 1:
+        if x1.requires_grad:
+            # Learned inputs need derivatives by single points, which grids and far fields do not give (accurately).
             products = replace(products, far_field=None)
         parts = [
             RadialKernelLinearOperator(
@@ -143,15 +143,19 @@ def operator_of_kernel(
                 alpha=factor.alpha,
                 function=factor.function,
                 angles=factor.angles,
-                products=products,
+                products=products if len(factors) == 1 else replace(products, far_field=None),
                 cache=cache,
             )
             for factor in factors
         ]
         operator = parts[0]
         if len(parts) > 1:
-            has_far_field = is_smooth_product(kernel, x1.shape[-1])
-            operator = RadialProductLinearOperator.of(parts, structured=structured, has_far_field=has_far_field)
+            may_have_axes = x2 is None and x1.dim() == 2 and not x1.requires_grad
+            axes = axes_of([factor.points for factor in factors]) if may_have_axes else []
+            on_axes = OnAxes(axes, products) if axes else None
+            if not is_smooth_product(kernel, x1.shape[-1]):
+                products = replace(products, far_field=None)
+            operator = RadialProductLinearOperator.of(parts, products=products, on_axes=on_axes)
         return reduce(_times, factors[0].outputscales, operator)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # As in its forward, the data kernel's active dims are ignored.

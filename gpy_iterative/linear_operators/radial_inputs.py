@@ -29,6 +29,7 @@ class RadialInputs:
     """A kernel as f(|x1_i - x2_j|^2), times outputscales.
 
     Attributes:
+        points: the inputs [*b, n, d] behind x1.
         x1, x2: scaled inputs [*b, n, k] and [*b, m, k]; x2 None is x1.
         function: f.
         alpha: [*b, 1], rational quadratic only.
@@ -36,6 +37,7 @@ class RadialInputs:
         outputscales: each [*b].
     """
 
+    points: Tensor
     x1: Tensor
     x2: Tensor | None
     function: RadialFunction
@@ -57,7 +59,7 @@ def radial_factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> lis
         is_periodic = isinstance(kernel, kernels.PeriodicKernel)
         first, second = (_on_circles if is_periodic else _over_lengthscale)(kernel, x1, x2)
         alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
-        return [RadialInputs(first, second, function, alpha, first.shape[-1] if is_periodic else 0)]
+        return [RadialInputs(x1, first, second, function, alpha, first.shape[-1] if is_periodic else 0)]
     leaves, outputscales = _factors(kernel, x1, x2)
     if any(leaf is kernel for leaf, *_ in leaves):
         return []
@@ -67,9 +69,10 @@ def radial_factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> lis
     gaussian = sorted((factor for (factor,) in factors if factor.function is RBF), key=lambda factor: not factor.angles)
     found = [factor for (factor,) in factors if factor.function is not RBF]
     if gaussian:
+        points = side_by_side([factor.points for factor in gaussian])
         first = side_by_side([factor.x1 for factor in gaussian])
         second = None if x2 is None else side_by_side([factor.x2 for factor in gaussian])
-        found.insert(0, RadialInputs(first, second, RBF, None, sum(factor.angles for factor in gaussian)))
+        found.insert(0, RadialInputs(points, first, second, RBF, None, sum(factor.angles for factor in gaussian)))
     return [replace(found[0], outputscales=outputscales), *found[1:]]
 
 

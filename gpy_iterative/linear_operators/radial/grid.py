@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field.far_field import FarField
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
+from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.product_tiles import ProductTiles
 from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
 from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
@@ -49,10 +50,19 @@ class Axis:
         return Axis(self.factors + other.factors, *_numbered(self.place * other.size + other.place))
 
 
+@dataclass(frozen=True, eq=False)
+class OnAxes:
+    """The axes of data on a grid, and how products on them are computed."""
+
+    axes: Sequence[Axis]
+    products: KernelProducts
+
+
 def axes_of(inputs: Sequence[Tensor]) -> list[Axis]:
     """The axes of a grid for factors with inputs [n, d] each; none if a product of the matrix would cost more than n^2 / 2.
 
-    Factors whose inputs go together, such as two kernels of time, share an axis.
+    Factors whose inputs go together, such as two kernels of time, share an axis. The inputs are without scales: a period
+    moves points apart that lie on one another on its circle.
     """
     rows, axes = len(inputs[0]), []
     for number, x in enumerate(inputs):

@@ -1,7 +1,8 @@
 """Products of radial kernels, entry by entry, such as a Matern kernel of space and one of time."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, reduce
+from dataclasses import replace
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.radial.grid import Axis, Grid, GridTiles, axes_of
+from gpy_iterative.linear_operators.radial.grid import Axis, Grid, GridTiles, OnAxes
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
+from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
 
 
@@ -19,9 +21,9 @@ class RadialProductLinearOperator(TiledLinearOperator):
     """The product of radial kernel matrices, entry by entry, in tiles.
 
     Args:
-        factors: of one shape, products and cache; those after the first have no outputscale.
-        structured: how products on the axes of a grid are computed; None looks for no grid.
-        has_far_field: whether these options may give the product a far field.
+        factors: of one shape and cache, without far fields; those after the first have no outputscale.
+        products: of the whole matrix; None: those of the factors.
+        on_axes: the axes of a grid, if data are on one (see `grid.py`).
 
     A product of the matrix costs one evaluation of each factor, or n m s multiply-adds of kept tiles; the derivative costs
     such an evaluation for each factor. A symmetric matrix of data in the cells of an S x T grid costs S T (S + T) s.
@@ -30,14 +32,14 @@ class RadialProductLinearOperator(TiledLinearOperator):
     def __init__(
         self,
         *factors: RadialKernelLinearOperator,
-        structured: KernelProducts | None = None,
-        has_far_field: bool = False,
+        products: KernelProducts | None = None,
+        on_axes: OnAxes | None = None,
     ) -> None:
-        super().__init__(*factors, structured=structured, has_far_field=has_far_field)
-        self.factors, self._structured, first = factors, structured, factors[0]
-        self._own_products = structured if structured is not None and has_far_field else first.products
-        self.products, self.cache, self.symmetric = first.products, first.cache, first.symmetric
-        self.tile_scale = first.tile_scale
+        first = factors[0]
+        products = first.products if products is None else products
+        super().__init__(*factors, products=products, on_axes=on_axes)
+        self.factors, self.products, self._on_axes = factors, products, on_axes
+        self.cache, self.symmetric, self.tile_scale = first.cache, first.symmetric, first.tile_scale
         self.angles = sum(factor.angles for factor in factors)
 
     @classmethod
@@ -50,39 +52,15 @@ class RadialProductLinearOperator(TiledLinearOperator):
     @cached_property
     def by_factor(self) -> list["ProductByFactor"]:
         """The product as functions of one factor each; the first keeps tiles, and the grid or far field."""
-        return [ProductByFactor(self, number) for number in range(len(self.factors))]
+        # Functions of the operator itself would be a cycle of references, which keeps memory.
+        make_grid = partial(_make_grid, None if self.batch_shape else self._on_axes, self.factors, self.cache)
+        found = [ProductByFactor(self.factors, 0, self.products, make_grid)]
+        for number in range(1, len(self.factors)):
+            found.append(ProductByFactor(self.factors, number, self.products, make_grid, first=found[0]))
+        return found
 
     def tiles(self) -> GridTiles:
         return self.by_factor[0].tiles()
-
-    def make_tiles(self, number: int) -> GridTiles:
-        """As a function of this factor."""
-        first = None if number == 0 else self.tiles
-        return GridTiles(self.factors, number, self._own_products, first, make_grid=self._make_grid)
-
-    def _make_grid(self) -> Grid | None:
-        products = self._structured
-        if products is None or self.batch_shape or not self.symmetric:
-            return None
-        axes = axes_of([factor.x1.detach() for factor in self.factors])
-        return Grid(axes, [self._tiles_on(axis, products, str(i)) for i, axis in enumerate(axes)]) if axes else None
-
-    def _tiles_on(self, axis: Axis, products: KernelProducts, name: str) -> list[RadialTiles]:
-        cache = self.cache.part(name)
-        operators = [
-            RadialKernelLinearOperator(
-                factor.x1.detach()[axis.first],
-                factor.x1.new_ones(()),
-                alpha=None if factor.alpha is None else factor.alpha.detach(),
-                function=factor.function,
-                angles=factor.angles,
-                products=products,
-                cache=cache,
-            )
-            for factor in (self.factors[number] for number in axis.factors)
-        ]
-        parts = operators if len(operators) == 1 else type(self)(*operators).by_factor
-        return [part.tiles() for part in parts]
 
     def has_fast_products(self) -> bool:
         """See `extensions.has_fast_products`."""
@@ -121,8 +99,8 @@ class RadialProductLinearOperator(TiledLinearOperator):
         """See `extensions.kernel_inputs`."""
         return torch.cat([factor.kernel_inputs() for factor in self.factors], dim=-1)
 
-    def _on_factors(self, change: Callable[[RadialKernelLinearOperator], Any]) -> LinearOperator:
-        return type(self)(*map(change, self.factors), **self._kwargs)
+    def _on_factors(self, change: Callable[[RadialKernelLinearOperator], Any], **options: Any) -> LinearOperator:
+        return type(self)(*map(change, self.factors), **{"products": self.products} | options)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         return self._on_factors(lambda factor: factor._getitem(row_index, col_index, *batch_indices))
@@ -149,26 +127,78 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     def low_precision_copy(self) -> LinearOperator:
         """See `extensions.low_precision_copy`."""
-        return self._on_factors(lambda factor: factor.low_precision_copy())
+        return self._converted(lambda factor: factor.low_precision_copy(), self._native_products())
 
     def with_products(self, *, change: Callable[[KernelProducts], KernelProducts]) -> LinearOperator:
         """See `extensions.with_products`."""
-        factors = [factor.with_products(change=change) for factor in self.factors]
-        structured = None if self._structured is None else change(self._structured)
-        return type(self)(*factors, **self._kwargs | {"structured": structured})
+        on_axes = self._on_axes and replace(self._on_axes, products=change(self._on_axes.products))
+        change_factor = lambda factor: factor.with_products(change=change)
+        return self._on_factors(change_factor, products=change(self.products), on_axes=on_axes)
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
         """See `extensions.in_float64`."""
-        return self._on_factors(lambda factor: factor.in_float64(keeps_tiles=keeps_tiles))
+        change = lambda factor: factor.in_float64(keeps_tiles=keeps_tiles)
+        return self._converted(change, self._of_new_tiles(keeps_tiles)["products"])
+
+    def _converted(
+        self, change: Callable[[RadialKernelLinearOperator], Any], products: KernelProducts
+    ) -> LinearOperator:
+        return self._on_factors(change, products=products, on_axes=self._on_axes)
 
 
 class ProductByFactor(RadialKernelLinearOperator):
-    """A product as a function of one factor: its derivatives. The others are constants."""
+    """A product as a function of one factor: its derivatives. The others are constants.
 
-    def __init__(self, product: RadialProductLinearOperator, number: int) -> None:
-        factor, outputscale = product.factors[number], product.factors[0].outputscale
+    Args:
+        factors: of the product.
+        number: of the factor.
+        products: of the whole matrix.
+        make_grid: see `GridTiles`.
+        first: the function of the first factor, unless it is this one.
+    """
+
+    def __init__(
+        self,
+        factors: Sequence[RadialKernelLinearOperator],
+        number: int,
+        products: KernelProducts,
+        make_grid: Callable[[], Grid | None],
+        first: "ProductByFactor | None" = None,
+    ) -> None:
+        factor, outputscale = factors[number], factors[0].outputscale
         super().__init__(factor.x1, outputscale.detach() if number else outputscale, **factor._kwargs)
-        self._product, self._number = product, number
+        self._given, self._first = (factors, number, products, make_grid), first
 
     def _make_tiles(self) -> GridTiles:
-        return self._product.make_tiles(self._number)
+        factors, number, products, make_grid = self._given
+        first = None if self._first is None else self._first.tiles
+        return GridTiles(factors, number, products, first, make_grid=make_grid)
+
+
+def _make_grid(on_axes: OnAxes | None, factors: Sequence[RadialKernelLinearOperator], cache: TileCache) -> Grid | None:
+    if on_axes is None:
+        return None
+    tiles = [
+        _tiles_on(axis, [factors[number] for number in axis.factors], on_axes.products, cache.part(str(i)))
+        for i, axis in enumerate(on_axes.axes)
+    ]
+    return Grid(on_axes.axes, tiles)
+
+
+def _tiles_on(
+    axis: Axis, factors: Sequence[RadialKernelLinearOperator], products: KernelProducts, cache: TileCache
+) -> list[RadialTiles]:
+    operators = [
+        RadialKernelLinearOperator(
+            factor.x1.detach()[axis.first],
+            factor.x1.new_ones(()),
+            alpha=None if factor.alpha is None else factor.alpha.detach(),
+            function=factor.function,
+            angles=factor.angles,
+            products=products,
+            cache=cache,
+        )
+        for factor in factors
+    ]
+    parts = operators if len(operators) == 1 else RadialProductLinearOperator(*operators).by_factor
+    return [part.tiles() for part in parts]

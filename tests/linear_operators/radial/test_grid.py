@@ -104,6 +104,18 @@ def test_derivatives_of_a_product_along_hyperparameters(name: str, batch: tuple[
         torch.testing.assert_close(found, (product - other) / (2 * step), rtol=1e-4, atol=1e-5)
 
 
+def test_a_period_moves_days_apart_that_lie_on_one_another() -> None:
+    kernel = (kernels.MaternKernel(nu=1.5, active_dims=(0, 1)) * kernels.PeriodicKernel(active_dims=(2,))).double()
+    x = on_grid()
+    x[:, 2] = (x[:, 2] / 0.3).round()
+    kernel.kernels[1].period_length = 4.0
+    operator, left, right = operator_of(kernel, x), random(len(x), 3), random(len(x), 3, seed=1)
+    assert sorted(sizes(operator)) == [12, 15]
+    found = torch.autograd.grad((left * (operator @ right)).sum(), list(kernel.parameters()))
+    expected = torch.autograd.grad((left * (kernel(x).to_dense() @ right)).sum(), list(kernel.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_an_axis_with_a_far_field() -> None:
     kernel, x = made("space and time"), on_grid(1500, 4, missing=0.05, repeated=0)
     operator, exact = (operator_of(kernel, x, KernelProducts(far_field=error)) for error in (1e-4, None))
