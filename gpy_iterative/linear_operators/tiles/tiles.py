@@ -56,7 +56,7 @@ class Tiles(ABC):
 
     Args:
         symmetric: whether tile (j, i) is the transpose of (i, j); then only i <= j is evaluated.
-        length: rows and columns of a tile.
+        length: most rows and columns of a tile.
         owner: the tensors that the tiles depend on.
         like: a tensor of the tiles' dtype and device.
     """
@@ -72,7 +72,8 @@ class Tiles(ABC):
         products: KernelProducts,
         cache: TileCache,
     ) -> None:
-        self.shape, self.symmetric, self.length, self.cache = shape, symmetric, length, cache
+        self.shape, self.symmetric, self.cache = shape, symmetric, cache
+        self.length = length = min(length, max(*shape[-2:], 1))  # vectors are padded to whole tiles
         self.rows, self.columns = blocks(shape[-2], length), blocks(shape[-1], length)
         self.owner, self.seen = owner, SeenVersions.of(owner)
         self.ranks = None if products.process_group is None else Ranks(products.process_group)

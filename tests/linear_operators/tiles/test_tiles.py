@@ -52,3 +52,11 @@ def test_every_tile_of_a_product_is_visited_once(symmetric: bool) -> None:
         if symmetric:
             wanted = {(min(pair), max(pair)) for pair in wanted}
         assert {visit for visit in visits if visit[1] < len(tiles.columns)} == wanted
+
+
+def test_vectors_of_a_small_matrix_are_not_padded() -> None:
+    x, vectors = random(4, 2), random(4, 3)
+    tiles = RadialTiles(x, None, RBF, None, KernelProducts(), TileCache())
+    assert RowBlocks.of(vectors, 4, tiles.length).data.shape == (1, 3, 4)
+    whole = slice(None)
+    torch.testing.assert_close(tiles.product(whole, whole, vectors), tiles.block(whole, whole) @ vectors)
