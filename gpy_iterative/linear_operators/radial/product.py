@@ -188,6 +188,8 @@ def _make_grid(on_axes: OnAxes | None, factors: Sequence[RadialKernelLinearOpera
 def _tiles_on(
     axis: Axis, factors: Sequence[RadialKernelLinearOperator], products: KernelProducts, cache: TileCache
 ) -> list[RadialTiles]:
+    if len(factors) > 1:  # their kinks may be at different points
+        products = replace(products, far_field=None)
     operators = [
         RadialKernelLinearOperator(
             factor.x1.detach()[axis.first],

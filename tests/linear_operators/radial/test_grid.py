@@ -1,6 +1,9 @@
 """Products of kernels at inputs on an incomplete grid, beside GPyTorch's dense matrices."""
 
+import gc
 import math
+import pickle
+import weakref
 
 import gpytorch
 import pytest
@@ -141,6 +144,21 @@ def test_copies() -> None:
         assert sizes(copied) == sizes(operator)
         found = (copied @ vectors.to(copied.dtype)).double()
         torch.testing.assert_close(found, product, rtol=1e-4, atol=1e-4)
+
+
+def test_an_operator_is_pickled_and_freed() -> None:
+    x = on_grid()
+    operator, vectors = operator_of(made("two kernels of time"), x).detach(), random(len(x), 2)
+    product = operator._matmul(vectors)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(operator))._matmul(vectors), product)
+    gc.collect()
+    gc.disable()
+    try:
+        alive = weakref.ref(operator)
+        del operator
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_axes() -> None:
