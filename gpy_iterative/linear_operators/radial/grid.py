@@ -6,7 +6,7 @@ K = S (K_1 x K_2 x ...) S^T: K_a is the kernel matrix of the distinct inputs of 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import combinations
 from typing import Any
 
@@ -19,11 +19,14 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.product_tiles import ProductTiles
 from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
 from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
+from gpy_iterative.worker_threads import ByDevice
 
 _ALL = slice(None)
 
 #: Most cells for each datum.
 MOST_CELLS = 8
+#: Cells times columns that are multiplied at a time; they bound the memory of products.
+ENTRIES = ByDevice(cpu=2**22, accelerator=2**27)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +115,11 @@ class Grid:
             cells = cells * axis.size + axis.place
         self._cells = cells
 
+    def columns(self, vectors: Tensor) -> Sequence[Tensor]:
+        """Vectors [*b, n, s] as columns [n, k], some at a time."""
+        columns = vectors.movedim(-2, 0).flatten(1)
+        return columns.split(max(ENTRIES.on(columns.device) // self._shape.numel(), 1), dim=1)
+
     def spread(self, vectors: Tensor) -> Tensor:
         """Vectors [n, s] in cells [*sizes, s]."""
         cells = vectors.new_zeros(self._shape.numel(), vectors.shape[-1])
@@ -168,7 +176,8 @@ class GridTiles(ProductTiles):
         grid = self.grid if rows == columns == _ALL and values is None else None
         if grid is None:
             return super().product(rows, columns, rhs, values)
-        return _on_columns(lambda vectors: grid.picked(grid.multiplied(grid.spread(vectors))), rhs)
+        parts = [grid.picked(grid.multiplied(grid.spread(columns))) for columns in grid.columns(rhs)]
+        return torch.cat(parts, dim=1).view(rhs.movedim(-2, 0).shape).movedim(0, -2)
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
         """See `RadialTiles.derivative`. One datum with each input of the axis takes the derivative of them all."""
@@ -176,12 +185,15 @@ class GridTiles(ProductTiles):
         if grid is None:
             return super().derivative(weights, value=value, alpha=alpha)
         axis, number, tiles = grid.of_factor(self.number)
-        left, right = (grid.spread(vectors.movedim(-2, 0).flatten(1)) for vectors in weights.tensors)
-        pair = (part.movedim(number, 0).flatten(1) for part in (left, grid.multiplied(right, without=axis)))
-        of_axis = BilinearWeights(*pair, torch.Size(), tiles)
-        found = tiles.derivative(of_axis, value=value, alpha=alpha)
-        x1 = torch.zeros_like(self.x1).index_copy_(0, axis.first, found.x1)
-        return RadialDerivative(x1, found.value, found.alpha)
+        parts = []
+        for columns in zip(*map(grid.columns, weights.tensors), strict=True):
+            left, right = map(grid.spread, columns)
+            pair = (part.movedim(number, 0).flatten(1) for part in (left, grid.multiplied(right, without=axis)))
+            of_axis = BilinearWeights(*pair, torch.Size(), tiles)
+            parts.append(tiles.derivative(of_axis, value=value, alpha=alpha))
+        x1 = torch.zeros_like(self.x1).index_copy_(0, axis.first, reduce(torch.add, [part.x1 for part in parts]))
+        values, alphas = (reduce(torch.add, sums) for sums in zip(*((part.value, part.alpha) for part in parts), strict=True))
+        return RadialDerivative(x1, values, alphas)
 
     def scale_products(self, rhs: Tensor) -> Tensor:
         return self._by_factor(rhs, lambda tiles, vectors: tiles.scale_products(vectors), super().scale_products)
@@ -209,9 +221,3 @@ class GridTiles(ProductTiles):
 
         columns = rhs.movedim(-2, 0).flatten(1)
         return multiply(columns).view(len(columns), *rhs.shape[:-2], -1).movedim(0, -2)
-
-
-def _on_columns(function: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor:
-    """A function of columns [n, s] for vectors [*b, n, s]."""
-    columns = vectors.movedim(-2, 0)
-    return function(columns.flatten(1)).view(columns.shape).movedim(0, -2)

@@ -16,10 +16,12 @@ from gpy_iterative.fitting.steps.directional import directional_product
 from gpy_iterative.linear_operators import KernelProducts, far_field_error, operator_of_kernel
 from gpy_iterative.linear_operators.extensions import in_float64, low_precision_copy, with_products
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.radial import grid
 from gpy_iterative.linear_operators.radial.grid import axes_of
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
+from gpy_iterative.worker_threads import ByDevice
 
 PRODUCTS = KernelProducts(tile_size=16)
 MADE = {
@@ -62,12 +64,15 @@ def operator_of(kernel: kernels.Kernel, x: Tensor, products: KernelProducts = PR
 
 
 def sizes(operator: RadialProductLinearOperator) -> list[int]:
-    grid = operator.tiles().grid
-    return [] if grid is None else [axis.size for axis in grid.axes]
+    found = operator.tiles().grid
+    return [] if found is None else [axis.size for axis in found.axes]
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_products_and_derivatives(name: str) -> None:
+@pytest.mark.parametrize("entries", [None, 2 * 12 * 15])
+def test_products_and_derivatives(monkeypatch: pytest.MonkeyPatch, name: str, entries: int | None) -> None:
+    if entries is not None:  # two columns at a time
+        monkeypatch.setattr(grid, "ENTRIES", ByDevice(cpu=entries, accelerator=entries))
     kernel, x = made(name), on_grid()
     operator, dense = operator_of(kernel, x), kernel(x).to_dense()
     assert sorted(sizes(operator)) == [12, 15]
@@ -80,6 +85,14 @@ def test_products_and_derivatives(name: str) -> None:
     expected = torch.autograd.grad((left * (dense @ right)).sum(), parameters)
     found = torch.autograd.grad((left * (operator @ right)).sum(), parameters)
     torch.testing.assert_close(found, expected, **close)
+
+
+def test_many_columns_are_not_in_all_cells_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "ENTRIES", ByDevice(cpu=2 * 12 * 15, accelerator=1))
+    x = on_grid()
+    found = operator_of(made("space and time"), x).tiles().grid
+    assert found is not None
+    assert [columns.shape for columns in found.columns(random(len(x), 5))] == [(len(x), 2), (len(x), 2), (len(x), 1)]
 
 
 @pytest.mark.parametrize("name", MADE)
