@@ -18,11 +18,13 @@ from gpy_iterative.linear_operators import (
     RadialKernelLinearOperator,
     columns_matmul,
     dense_rows,
+    operator_of_kernel,
     principal_block,
     rows_matmul,
 )
 from gpy_iterative.linear_operators.extensions import matrix_derivative
 from gpy_iterative.linear_operators.radial.functions import MATERN32, RATIONAL_QUADRATIC
+from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TiledLinearOperator
 from gpy_iterative.linear_operators.tiles.ranks import Ranks
 from tests.processes import Processes, Raised
@@ -75,7 +77,18 @@ def one_row(products: KernelProducts, dtype: torch.dtype) -> TiledLinearOperator
     )
 
 
-MAKERS = [radial, radial_batch_of_rectangles, generic, with_derivatives, one_row]
+def product_on_a_grid(products: KernelProducts, dtype: torch.dtype) -> TiledLinearOperator:
+    kernels = gpytorch.kernels
+    kernel = kernels.MaternKernel(active_dims=(0,)) * kernels.RQKernel(active_dims=(1,))
+    cells = torch.cartesian_prod(torch.arange(7.0), torch.arange(9.0)).to(dtype)
+    x = cells[torch.randperm(len(cells), generator=torch.Generator().manual_seed(0))[:N]]
+    operator = operator_of_kernel(kernel.to(dtype), x, None, products)
+    assert isinstance(operator, RadialProductLinearOperator)
+    assert operator.has_fast_products()
+    return operator
+
+
+MAKERS = [radial, radial_batch_of_rectangles, generic, with_derivatives, one_row, product_on_a_grid]
 
 
 def everything(group: Any, make: Make, dtype: torch.dtype, cache_memory: int | None) -> dict[str, Tensor]:
