@@ -191,9 +191,9 @@ class GridTiles(ProductTiles):
             pair = (part.movedim(number, 0).flatten(1) for part in (left, grid.multiplied(right, without=axis)))
             of_axis = BilinearWeights(*pair, torch.Size(), tiles)
             parts.append(tiles.derivative(of_axis, value=value, alpha=alpha))
-        x1 = torch.zeros_like(self.x1).index_copy_(0, axis.first, reduce(torch.add, [part.x1 for part in parts]))
-        values, alphas = (reduce(torch.add, sums) for sums in zip(*((part.value, part.alpha) for part in parts), strict=True))
-        return RadialDerivative(x1, values, alphas)
+        sums = zip(*((part.x1, part.value, part.alpha) for part in parts), strict=True)
+        x1, *others = (reduce(torch.add, each) for each in sums)
+        return RadialDerivative(torch.zeros_like(self.x1).index_copy_(0, axis.first, x1), *others)
 
     def scale_products(self, rhs: Tensor) -> Tensor:
         return self._by_factor(rhs, lambda tiles, vectors: tiles.scale_products(vectors), super().scale_products)
