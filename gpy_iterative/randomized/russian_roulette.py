@@ -13,7 +13,7 @@ from gpy_iterative.exact.estimates import Estimate
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
-from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, SeriesOptions, TruncationReport
+from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, TruncationReport
 from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, FixedTruncation, Truncation
 from gpy_iterative.worker_threads import CPU
 
@@ -82,7 +82,9 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             )
         if probe_truncation not in ("independent", "shared"):
             raise ValueError(f"probe_truncation must be 'independent' or 'shared', got {probe_truncation!r}.")
-        series = SeriesOptions(
+        super().__init__(
+            likelihood,
+            model,
             truncation=truncation,
             num_truncations=num_truncations,
             num_probes=num_probes,
@@ -90,8 +92,10 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             preconditioner=preconditioner,
             tolerance=tolerance,
             resample=resample,
+            solver=solver,
+            products=products,
+            generator=generator,
         )
-        super().__init__(likelihood, model, series, solver=solver, products=products, generator=generator)
         self._has_warned = False
 
     def _warn_once(self, estimate: Estimate) -> None:
@@ -155,7 +159,9 @@ class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         products: KernelProducts | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        series = SeriesOptions(
+        super().__init__(
+            likelihood,
+            model,
             truncation=FixedTruncation(num_steps),
             num_truncations=1,
             num_probes=num_probes,
@@ -163,5 +169,7 @@ class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             preconditioner=preconditioner,
             tolerance=tolerance,
             resample=resample,
+            solver=solver,
+            products=products,
+            generator=generator,
         )
-        super().__init__(likelihood, model, series, solver=solver, products=products, generator=generator)

@@ -24,8 +24,6 @@ from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.exact.estimates import DensityEstimate
 from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes, Rademacher, probe_jitter
 from gpy_iterative.linear_operators.extensions import far_field_error
-from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
@@ -42,7 +40,6 @@ from gpy_iterative.randomized.truncation import (
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Part, Run
-from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.training_system import TrainingSystem
 from gpy_iterative.worker_threads import CPU
 
@@ -70,56 +67,48 @@ class TruncationReport(Report):
     decay_rate: Tensor
 
 
-@dataclass(frozen=True)
-class SeriesOptions:
-    """See `RussianRouletteMarginalLogLikelihood`."""
-
-    truncation: Truncation | AutomaticTruncation
-    num_truncations: int
-    num_probes: int
-    shares_truncation: bool
-    preconditioner: PivotedCholesky | None
-    tolerance: float | None
-    resample: bool
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.truncation, AutomaticTruncation):
-            check_truncation(self.truncation)
-        elif not self.resample:
-            raise ValueError(
-                "resample=False freezes the draws, which AutomaticTruncation redistributes every step: give an "
-                "ExponentialTruncation instead."
-            )
-        check_instance("preconditioner", self.preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
-        if self.tolerance is not None:
-            check_fraction("tolerance", self.tolerance)
-        check_flag("resample", self.resample)
-
-    def probes(self) -> ProbeDistribution:
-        if self.preconditioner is None:
-            return Rademacher(num_probes=self.num_probes)
-        return Preconditioned(num_probes=self.num_probes, recipe=self.preconditioner, correct_diagonal=False)
-
-
 class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
+    """For the options see `RussianRouletteMarginalLogLikelihood`."""
+
+    _described = ("probes", "truncation", "num_truncations", "shares_truncation", "resample")
+
     def __init__(
         self,
         likelihood: Likelihood,
         model: ExactGP,
-        series: SeriesOptions,
         *,
-        solver: Solver | None,
-        products: KernelProducts | None,
-        generator: torch.Generator | int | None,
+        truncation: Truncation | AutomaticTruncation,
+        num_truncations: int,
+        num_probes: int,
+        shares_truncation: bool,
+        preconditioner: PivotedCholesky | None,
+        tolerance: float | None,
+        resample: bool,
+        **others: Any,
     ) -> None:
-        super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
-        self.series, self.probes = series, series.probes()
+        if not isinstance(truncation, AutomaticTruncation):
+            check_truncation(truncation)
+        elif not resample:
+            raise ValueError(
+                "resample=False freezes the draws, which AutomaticTruncation redistributes every step: give an "
+                "ExponentialTruncation instead."
+            )
+        check_instance("preconditioner", preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
+        if tolerance is not None:
+            check_fraction("tolerance", tolerance)
+        check_flag("resample", resample)
+        super().__init__(likelihood, model, **others)
+        self.truncation, self.num_truncations, self.shares_truncation = truncation, num_truncations, shares_truncation
+        self.tolerance, self.resample = tolerance, resample
+        self.probes: ProbeDistribution = Rademacher(num_probes=num_probes)
+        if preconditioner is not None:
+            self.probes = Preconditioned(num_probes=num_probes, recipe=preconditioner, correct_diagonal=False)
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
         start, operator, residual = time.perf_counter(), system.operator, system.residual
         run = run.for_system(operator)
         truncation = within(self._current_truncation(run), operator.shape[-1], operator.dtype)
-        kept = None if self.series.resample else run.parts.get("series")
+        kept = None if self.resample else run.parts.get("series")
         if kept is None:
             generator = run.generator()
             kept = self._draw(operator, truncation, generator)
@@ -132,33 +121,28 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         members, runs = [], []
         for index in itertools.product(*map(range, batch)):
             member = _Member(index, operator, residual, probes, kept)
-            series = member.run(table, self.series.tolerance)
+            series = member.run(table, self.tolerance)
             members.append(member.estimate(series, truncation, table[: series.iterations]))
             runs.append(series)
-        if isinstance(self.series.truncation, AutomaticTruncation):
+        if isinstance(self.truncation, AutomaticTruncation):
             run = run.having(decay={"energies": _pooled_energies(runs)})
         estimate = _stacked(members, batch)
         stats = dataclasses.replace(estimate.stats, seconds=time.perf_counter() - start)
         jitter, error = probe_jitter(probes), far_field_error(operator)
         return dataclasses.replace(estimate, stats=stats, probe_jitter=jitter, far_field_error=error), run
 
-    def _description(self) -> StateDescription:
-        names = ("truncation", "num_truncations", "shares_truncation", "resample")
-        options = {name: getattr(self.series, name) for name in names}
-        return StateDescription.of(self, {"probes": self.probes} | options)
-
     def _current_truncation(self, run: Run) -> Truncation:
-        if not isinstance(self.series.truncation, AutomaticTruncation):
-            return self.series.truncation
+        if not isinstance(self.truncation, AutomaticTruncation):
+            return self.truncation
         seen = run.parts.get("decay")
         if seen is None or not seen["energies"].any():  # a residual of zero shows no decay
-            return self.series.truncation.start
-        return self.series.truncation.choose(seen["energies"].cpu())
+            return self.truncation.start
+        return self.truncation.choose(seen["energies"].cpu())
 
     def _draw(self, operator: LinearOperator, truncation: Truncation, generator: torch.Generator) -> Draws:
         batch = operator.batch_shape
-        target_stops = draw_stops(truncation, (*batch, self.series.num_truncations), generator)
-        if self.series.shares_truncation:
+        target_stops = draw_stops(truncation, (*batch, self.num_truncations), generator)
+        if self.shares_truncation:
             probe_stops = target_stops[..., :1].expand(*batch, self.probes.num_probes).clone()
         else:
             probe_stops = draw_stops(truncation, (*batch, self.probes.num_probes), generator)
