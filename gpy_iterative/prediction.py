@@ -8,14 +8,13 @@ from gpy_iterative.exact.prediction.variance_error import VarianceError
 from gpy_iterative.features.weight_space.posterior import WeightSpacePaths, WeightSpacePosterior
 from gpy_iterative.laplace.paths import LaplaceSamplePaths
 from gpy_iterative.laplace.posterior import LaplacePosterior, VarianceSplit
-from gpy_iterative.training.report import Posterior, SolveReport
+from gpy_iterative.training.report import SolveReport
 
 __all__ = [
     "LaplacePosterior",
     "LaplaceSamplePaths",
     "PathwisePosterior",
     "PathwisePredictionStrategy",
-    "Posterior",
     "PosteriorCovarianceLinearOperator",
     "SamplePaths",
     "SolveReport",

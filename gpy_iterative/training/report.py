@@ -1,14 +1,13 @@
-"""Reports and posteriors."""
+"""Reports."""
 
 import dataclasses
 import html
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
@@ -95,24 +94,6 @@ class MarginalLogLikelihoodReport(Report):
             f"mll {value:.4f} {error}; {self.status.name.lower()} after {self.epochs:.1f} epochs; "
             f"residuals: targets {self.residual_targets:.2g}{probes}{jitter}{far}; {self.seconds:.2f} s"
         )
-
-
-@runtime_checkable
-class Posterior(Protocol):
-    """A posterior at the current hyperparameters and data."""
-
-    @property
-    def report(self) -> Report:
-        """Figures of the computation."""
-        ...
-
-    def __call__(self, *inputs: Tensor) -> MultivariateNormal:
-        """The latent posterior at inputs [*b, t, d]."""
-        ...
-
-    def sample_paths(self, num_paths: int) -> Callable[..., Tensor]:
-        """Posterior functions: `paths(x)` is [num_paths, *b, t] for any x."""
-        ...
 
 
 @dataclass(frozen=True)
