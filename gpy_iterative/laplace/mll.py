@@ -171,7 +171,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         self._warn_once(solution, estimate, solver, prior.operator.dtype)
         self.report = LaplaceReport(
             status=estimate.status,
-            iterations=solution.num_outer,
+            iterations=solution.stats.iterations,
             epochs=solution.stats.epochs,
             probe_epochs=estimate.probe_epochs,
             stationarity=solution.stationarity,
