@@ -1,6 +1,6 @@
 """Likelihoods that GPyTorch lacks, and tools of Laplace's method."""
 
-from gpy_iterative.laplace.likelihoods.curvature import BlockCurvature, Curvature, DiagonalCurvature, SoftmaxCurvature
+from gpy_iterative.laplace.likelihoods.curvature import BlockCurvature, Curvature, SoftmaxCurvature
 from gpy_iterative.laplace.likelihoods.own import LogitBernoulliLikelihood, PoissonLogLikelihood
 from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
@@ -10,7 +10,6 @@ __all__ = [
     "BlockCurvature",
     "Curvature",
     "CurvatureFloor",
-    "DiagonalCurvature",
     "LogitBernoulliLikelihood",
     "PointwiseLikelihood",
     "PoissonLogLikelihood",

@@ -47,62 +47,39 @@ class Curvature(ABC):
 
 
 @dataclass(frozen=True)
-class DiagonalCurvature(Curvature):
-    """W = diag(w), w [n] >= 0."""
-
-    values: Tensor
-
-    @property
-    def num_columns(self) -> int:
-        return len(self.values)
-
-    def pinv(self, columns: Tensor) -> Tensor:
-        return _inverse(self.values).unsqueeze(-1) * columns
-
-    def root(self, columns: Tensor) -> Tensor:
-        return self.values.sqrt().unsqueeze(-1) * columns
-
-    root_t = root
-
-    def project(self, columns: Tensor) -> Tensor:
-        return columns * (self.values > 0).unsqueeze(-1)
-
-    def blocks(self) -> Tensor:
-        return self.values.view(-1, 1, 1)
-
-
-@dataclass(frozen=True)
 class BlockCurvature(Curvature):
-    """Blocks U diag(lambda) U^T: eigenvalues [n, r] >= 0, eigenvectors [n, C, r]."""
+    """Blocks U diag(lambda) U^T: eigenvalues [n, r] >= 0, eigenvectors [n, C, r]; None is U = I."""
 
     eigenvalues: Tensor
-    eigenvectors: Tensor
+    eigenvectors: Tensor | None = None
 
     @property
     def num_columns(self) -> int:
         return self.eigenvalues.numel()
 
     def pinv(self, columns: Tensor) -> Tensor:
-        return self._scaled(columns, _inverse(self.eigenvalues))
+        return self._rotated(self._coordinates(columns) * _inverse(self.eigenvalues).unsqueeze(-1))
 
     def root(self, columns: Tensor) -> Tensor:
-        whitened = columns.reshape(*self.eigenvalues.shape, -1) * self.eigenvalues.sqrt().unsqueeze(-1)
-        return (self.eigenvectors @ whitened).flatten(0, 1)
+        return self._rotated(columns.reshape(*self.eigenvalues.shape, -1) * self.eigenvalues.sqrt().unsqueeze(-1))
 
     def root_t(self, columns: Tensor) -> Tensor:
         return (self._coordinates(columns) * self.eigenvalues.sqrt().unsqueeze(-1)).flatten(0, 1)
 
     def project(self, columns: Tensor) -> Tensor:
-        return self._scaled(columns, (self.eigenvalues > 0).to(self.eigenvalues))
+        return self._rotated(self._coordinates(columns) * (self.eigenvalues > 0).unsqueeze(-1))
 
     def blocks(self) -> Tensor:
+        if self.eigenvectors is None:
+            return torch.diag_embed(self.eigenvalues)
         return (self.eigenvectors * self.eigenvalues.unsqueeze(-2)) @ self.eigenvectors.mT
 
     def _coordinates(self, columns: Tensor) -> Tensor:
-        return self.eigenvectors.mT @ columns.reshape(*self.eigenvectors.shape[:2], -1)
+        by_point = columns.unflatten(0, (len(self.eigenvalues), -1))
+        return by_point if self.eigenvectors is None else self.eigenvectors.mT @ by_point
 
-    def _scaled(self, columns: Tensor, factors: Tensor) -> Tensor:
-        return (self.eigenvectors @ (self._coordinates(columns) * factors.unsqueeze(-1))).flatten(0, 1)
+    def _rotated(self, coordinates: Tensor) -> Tensor:
+        return (coordinates if self.eigenvectors is None else self.eigenvectors @ coordinates).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -146,7 +123,7 @@ class SoftmaxCurvature(Curvature):
 def curvature_of_blocks(blocks: Tensor, *, floor: float, basis: Tensor | None = None) -> Curvature:
     """Blocks [n, C, C] in the span of a `basis` [C, r], with eigenvalues >= `floor` times the largest."""
     if blocks.shape[-1] == 1 and basis is None:
-        return DiagonalCurvature(_floored(blocks[:, 0, 0], floor))
+        return BlockCurvature(_floored(blocks[:, 0], floor))
     reduced = blocks if basis is None else basis.mT @ blocks @ basis
     values, vectors = block_eigh(reduced)
     return BlockCurvature(_floored(values, floor), vectors if basis is None else basis @ vectors)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.laplace.likelihoods.curvature import DiagonalCurvature
+from gpy_iterative.laplace.likelihoods.curvature import BlockCurvature
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
 from gpy_iterative.laplace.newton.preconditioning import (
     LatentFactor,
@@ -163,12 +163,12 @@ def test_rounding_does_not_break_the_inner_matrix() -> None:
     """The factor's Gram matrix in float32 is indefinite beside the identity: eigenvalues of 1e8 and of zero."""
     columns = torch.ones(1, 3000, 6) * 200 + 1e-3 * torch.sin(torch.arange(18_000.0)).view(1, 3000, 6)
     factor = LatentFactor(columns, 0.0)
-    curvature = DiagonalCurvature(torch.linspace(0.5, 2, 3000).double())
+    curvature = BlockCurvature(torch.linspace(0.5, 2, 3000).double().unsqueeze(-1))
     inner = factor.weighted_gram(curvature) + torch.eye(6)
     assert torch.linalg.cholesky_ex(inner).info > 0
     preconditioner = NewtonPreconditioner(factor, curvature)
     residual = torch.cos(torch.arange(3000.0)).double()
-    assert residual @ preconditioner.solve(curvature.values * residual) > 0
+    assert residual @ preconditioner.solve(curvature.eigenvalues.squeeze(-1) * residual) > 0
 
 
 def test_serves_a_model_from_training_to_a_refined_prediction() -> None:
