@@ -1,3 +1,4 @@
+import importlib
 import importlib.util
 import math
 from pathlib import Path
@@ -8,7 +9,6 @@ from torch import Tensor
 from gpy_iterative.command_line.model import TableModel
 from gpy_iterative.command_line.table import BadInputError
 from gpy_iterative.fitting import Estimated, FitResult, FitStatus
-from gpy_iterative.fitting.plot import new_figure
 from gpy_iterative.fitting.result import WIDTH
 
 ADVICE = {
@@ -104,7 +104,7 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(path: Path, name: str, y: Tensor, mean: Tensor, deviation: Tensor) -> None:
-    figure = new_figure("--plot", (5, 5))
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(5, 5), layout="constrained")
     axes = figure.subplots()
     axes.errorbar(mean, y, xerr=WIDTH * deviation, fmt="o", ms=3, lw=0.7, alpha=0.6)
     axes.axline((float(y.mean()), float(y.mean())), slope=1, color="0.3", lw=1)

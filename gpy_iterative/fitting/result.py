@@ -1,3 +1,4 @@
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +7,6 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.fitting.coordinates import Coordinates
-from gpy_iterative.fitting.plot import plot_history
 from gpy_iterative.fitting.stopping import FitStatus
 
 #: Of a 95 % interval, in standard errors.
@@ -115,7 +115,23 @@ class FitResult:
 
     def plot(self) -> Any:
         """Value and nats left to gain by step: a `matplotlib.figure.Figure`. ImportError without matplotlib."""
-        return plot_history(self.history)
+        try:
+            figures = importlib.import_module("matplotlib.figure")  # optional, and slow to import
+        except ImportError as error:
+            raise ImportError(
+                "result.plot() needs matplotlib, which is not installed: pip install matplotlib."
+            ) from error
+        rows, steps = self.history, [row.step for row in self.history]
+        has_left = any(row.left_to_gain is not None for row in rows)
+        figure = figures.Figure(figsize=(6, 5 if has_left else 3), layout="constrained")
+        first, *others = figure.subplots(2 if has_left else 1, sharex=True, squeeze=False)[:, 0]
+        first.errorbar(steps, [row.value for row in rows], [row.value_sem for row in rows], marker="o", capsize=3)
+        first.set_ylabel("log marginal likelihood a datum")
+        for axes in others:
+            axes.semilogy(steps, [row.left_to_gain for row in rows], marker="o")
+            axes.set_ylabel("left to gain (nats)")
+        (others[-1] if others else first).set_xlabel("step")
+        return figure
 
     def __str__(self) -> str:
         last = self.history[-1]
