@@ -25,7 +25,7 @@ class TrainingData:
         if num_data is not None and num_samples is not None and num_samples > num_data:
             raise ValueError(f"num_data_samples must be at most num_data = {num_data}, got {num_samples}.")
         self.num_data, self.num_samples = num_data, num_samples
-        self._checked, self._layouts = SeenVersions(), []
+        self._checked = SeenVersions()
 
     def num_data_of(self, size: int) -> int:
         return size if self.num_data is None else self.num_data
@@ -44,14 +44,11 @@ class TrainingData:
         check_same_kind("x", x, "the target", target if target.is_floating_point() else target[:0].to(x.dtype))
         if size == 0:
             raise ValueError("There are no data: x has no rows.")
-        # A new view of the same entries was checked, too.
-        layouts = [(tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in (x, target)]
-        bases = [tensor if tensor._base is None else tensor._base for tensor in (x, target)]
-        if self._layouts != layouts or not self._checked.are(bases):
+        if not self._checked.are((x, target)):
             check_finite("x", x)
             check_finite("target", target)
             check_target(target)
-            self._checked, self._layouts = SeenVersions.of(bases), layouts
+            self._checked = SeenVersions.of((x, target))
         if self.num_data is not None:
             if size > self.num_data:
                 raise ValueError(

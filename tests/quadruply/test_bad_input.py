@@ -139,13 +139,13 @@ def test_data_that_are_not_finite(bad: float) -> None:
 
 def test_data_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = gpytorch.kernels.RBFKernel(ard_num_dims=1).double()
-    x, y = torch.linspace(0, 1, 30).double(), torch.ones(30).double()
+    x, y = torch.linspace(0, 1, 30).double().unsqueeze(-1), torch.ones(30).double()
     model = QuadruplyStochasticGP(gpi.models.RandomFourierBasis(kernel, 10))
     mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2), model, num_data=30, generator=0)
     seen = []
     monkeypatch.setattr("gpy_iterative.quadruply.sizes.check_finite", lambda name, tensor: seen.append(name))
     for _ in range(2):
-        mll(model(x), y)  # a vector of inputs is a new column at each call
+        mll(model(x), y)
     assert seen == ["x", "target"]
     for part in (slice(0, 10), slice(10, 20)):
         mll(model(x[part]), y[part])
