@@ -14,7 +14,7 @@ from linear_operator.operators import ConstantMulLinearOperator, RootLinearOpera
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, kernel_inputs
+from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, has_fast_products, kernel_inputs
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator, kernel_and_noise
 from gpy_iterative.linear_operators.radial.functions import RBF
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
@@ -28,6 +28,7 @@ from gpy_iterative.preconditioners.vecchia import Vecchia
 #: Rows for a column of the low rank, and most columns.
 ROWS_PER_COLUMN, MAX_RANK = 16, 500
 #: Rows for a neighbour, and their least and largest number: the factor costs n, the iterations that neighbours save n^2.
+#: Where these cost less, the least number.
 ROWS_PER_NEIGHBOUR, NEIGHBOURS = 300, (30, 60)
 #: Largest eigenvalue of the rest over the noise up to which the low rank is enough: conjugate gradients take about twice
 #: its root in iterations.
@@ -86,7 +87,7 @@ class LowRankPlusVecchia(PreconditionerRecipe):
 
     Args:
         rank: None: n / 16, at most 500.
-        num_neighbours: None: n / 300, but 30 to 60; without low rank 30.
+        num_neighbours: None: n / 300, but 30 to 60; without low rank, and where products cost less than n^2, 30.
     """
 
     rank: int | None = None
@@ -132,7 +133,7 @@ class LowRankPlusVecchia(PreconditionerRecipe):
         explained = ConstantMulLinearOperator(RootLinearOperator(factor), factor.new_tensor(-1.0))
         rest = NoisyLinearOperator(SumLinearOperator(operator.kernel, explained), operator.noise)
         least, most = NEIGHBOURS
-        suited = min(max(len(factor) // ROWS_PER_NEIGHBOUR, least), most)
+        suited = least if has_fast_products(operator) else min(max(len(factor) // ROWS_PER_NEIGHBOUR, least), most)
         local = Vecchia(self.num_neighbours or suited).build(rest, generator=generator, choices=choices)
         return LowRankPlusVecchiaFactor(factor, pivots, jitter, local)
 
