@@ -127,7 +127,10 @@ class IterativeLaplaceGP(GP):
             raise RuntimeError(
                 "In training mode the model takes only its training inputs: call model.eval() to predict at others."
             )
-        return super().__call__(*given, **kwargs)
+        prior = super().__call__(*given, **kwargs)
+        if not isinstance(prior, MultivariateNormal):
+            raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
+        return prior
 
     def posterior(
         self,

@@ -82,6 +82,8 @@ class StateDescription:
 
 def _read(state: Mapping[str, Any]) -> dict[str, Any]:
     if _NAME not in state:
+        if "generator" in state:
+            raise ValueError(f"This training state was saved by an earlier version of gpy_iterative. {_WITHOUT}")
         raise ValueError(f"This is no training state: it has no description. {TAKE_IT}")
     text = state[_NAME]
     try:

@@ -643,7 +643,7 @@ def test_calls_that_are_refused() -> None:
     problem = case("softmax", n=8)
     model, x = problem.model, problem.x
     with pytest.raises(TypeError, match="MultivariateNormal"):
-        WrongForward(x, problem.y, problem.likelihood).eval()(x)
+        WrongForward(x, problem.y, problem.likelihood)(x)
     with pytest.raises(ValueError, match="finite"):
         model.set_train_data(x * torch.nan)
     assert model.train_inputs[0] is x  # as it was

@@ -280,6 +280,8 @@ class PointwiseLikelihood:
             )
 
     def _check_targets(self, targets: Tensor) -> None:
+        if not isinstance(targets, Tensor):
+            raise TypeError(f"The targets must be a tensor, got {type(targets).__name__}: use torch.as_tensor(...).")
         shape, latents, needed = tuple(targets.shape), self.num_latents, self._form.target_per_latent
         if needed is True and (len(shape) != 2 or shape[1] != latents):
             raise ValueError(
