@@ -151,7 +151,6 @@ class IterativeLaplaceGP(GP):
 
         Raises as `LaplacePosterior` does.
         """
-        check_count("num_refinements", self.num_refinements, least=0)
         given, options = (initial_weights, solver, products, params), (self.solver, self.products, self.seed)
         is_asked = progress is not False or any(argument is not None for argument in given)
         kept = None if is_asked or options != self._posterior_options else self._posterior
@@ -170,8 +169,10 @@ class IterativeLaplaceGP(GP):
                 initial_weights=initial_weights,
                 params=() if arguments is None else arguments.current(self),
                 progress=progress,
+                num_refinements=self.num_refinements,
             )
             self._posterior, self._posterior_options, self.likelihood_params = kept, options, arguments
+        kept.num_refinements = self.num_refinements
         return kept
 
     def predict_proba(self, *inputs: Tensor, method: PredictiveMethod = "pairwise", num_samples: int = 1000) -> Tensor:

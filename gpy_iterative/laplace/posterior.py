@@ -13,6 +13,7 @@ from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import RootLinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning, float64_first, warn
 from gpy_iterative.exact.prediction.blocks import product
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
@@ -67,8 +68,8 @@ class LaplacePosterior:
     Changed hyperparameters or data start another search from the old mode.
 
     Args:
-        model: an IterativeLaplaceGP with training data; its `num_refinements` are computed when needed.
-        likelihood, solver, seed: as in `IterativeLaplaceGP`.
+        model: with training data; its `forward` returns the prior.
+        likelihood, solver, seed, num_refinements: as in `IterativeLaplaceGP`.
         initial_weights, params, progress: as in `IterativeLaplaceGP.posterior`.
 
     Raises:
@@ -90,16 +91,26 @@ class LaplacePosterior:
         initial_weights: Tensor | None = None,
         params: Sequence[Any] = (),
         progress: Progress = False,
+        num_refinements: int = 0,
     ) -> None:
-        self.model: Any = model
-        self.likelihood = likelihood
+        self.model, self.likelihood = model, likelihood
         check_progress(progress)
-        self._solver, self._seed, self._progress = solver, seed, progress
+        self._solver, self._seed, self._progress, self.num_refinements = solver, seed, progress, num_refinements
         self._products = KernelProducts() if products is None else products
         self._params = LikelihoodParams.given(params, model)
         self._fit: LaplaceFit | None = None
         self._lock = OwnLock()
         self._current(initial_weights)
+
+    @property
+    def num_refinements(self) -> int:
+        """Number of refinements, computed when needed."""
+        return self._num_refinements
+
+    @num_refinements.setter
+    def num_refinements(self, value: int) -> None:
+        check_count("num_refinements", value, least=0)
+        self._num_refinements = int(value)
 
     @property
     def solution(self) -> LaplaceSolution:
@@ -179,7 +190,7 @@ class LaplacePosterior:
             fit = self._fit
             if fit is not None and not fit.snapshot.describes(self.model, self.likelihood):
                 fit, initial_weights = None, fit.mode_weights
-            elif fit is not None and len(fit.stats) - 1 > self.model.num_refinements:
+            elif fit is not None and len(fit.stats) - 1 > self.num_refinements:
                 fit = None  # a warm start would keep fewer actions
             self._fit = self._refined(self._found(initial_weights) if fit is None else fit)
             return self._fit
@@ -188,7 +199,7 @@ class LaplacePosterior:
     @torch.no_grad()
     def _refined(self, fit: LaplaceFit) -> LaplaceFit:
         solver = self._mode_solver(fit.prior)
-        for number in range(len(fit.stats), self.model.num_refinements + 1):
+        for number in range(len(fit.stats), self.num_refinements + 1):
             smoothed = SmoothedLikelihood(fit.likelihood, fit.solution.inverse.covariance_blocks(fit.prior))
             with reporting_solve(self._progress, "refinement", "products") as callback:
                 options = {"generator": self._generator(), "callback": callback}
