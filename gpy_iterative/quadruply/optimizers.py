@@ -1,6 +1,6 @@
 """Optimisers of quadruply stochastic models."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -191,7 +191,8 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         if hyper and hyper_learning_rate:
             optimizers.append(torch.optim.Adam(hyper, lr=hyper_learning_rate))
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
-        self.optimizers, self.num_done, self.num_steps = optimizers, 0, num_steps
+        self.optimizers, self.num_done = optimizers, 0
+        self.num_data, self.num_steps = num_data, num_steps
         self.all_parameters = [*model.parameters(), *own]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -232,14 +233,37 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "num_done": self.num_done}
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        return {"run": self._description(), "optimizers": states, "num_done": self.num_done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError for the state of other optimisers. The number of steps may differ."""
+        """Raises ValueError for the state of another run. The number of steps may differ."""
+        if not isinstance(state_dict, Mapping) or state_dict.keys() != self.state_dict().keys():
+            raise ValueError(
+                "This is no state of a QuadruplyStochasticOptimizer of this version: take it from state_dict()."
+            )
+        found = state_dict["run"]
+        differences = [
+            f"{name} is {found.get(name)} in it and {value} here"
+            for name, value in self._description().items()
+            if found.get(name) != value
+        ]
+        if differences:
+            raise ValueError(
+                f"This is the state of another run: {'; '.join(differences)}. Make the optimiser with the model and "
+                "options of that run."
+            )
         for own, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
             own.load_state_dict(saved)
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self.num_done = state_dict["num_done"]
+
+    def _description(self) -> dict[str, Any]:
+        shapes = [
+            [type(optimizer).__name__, [list(p.shape) for group in optimizer.param_groups for p in group["params"]]]
+            for optimizer in self.optimizers
+        ]
+        return {"optimisers and shapes": shapes, "num_data": self.num_data}
 
 
 def _other_weights(weights: FeatureWeights, has_own_head: bool) -> Iterator[Tensor]:

@@ -501,17 +501,26 @@ def test_a_basis_made_before_its_hyperparameters_are_set_has_all_features(
     torch.testing.assert_close(after.variance, before.variance)
 
 
-def test_states_of_other_optimisers() -> None:
+def test_states_of_other_optimisers_change_nothing() -> None:
     model, *_ = fourier_problem(num_dense_columns=0, shared_diagonal=False)
     options = {"num_steps": 10, "num_data": 20}
     ours = QuadruplyStochasticOptimizer(model, **options)
     likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
     other = QuadruplyStochasticOptimizer(model, likelihood, **options)
-    with pytest.raises(ValueError, match="size of optimizer's group"):
+    other.optimizers[0].param_groups[0]["lr"] = 0.5
+    before = ours.state_dict()["optimizers"][0]["param_groups"][0]["lr"]
+    with pytest.raises(ValueError, match="options of that run"):
         ours.load_state_dict(other.state_dict())
+    assert ours.state_dict()["optimizers"][0]["param_groups"][0]["lr"] == before
     ours.load_state_dict(ours.state_dict())
+    of_another_run = QuadruplyStochasticOptimizer(model, **(options | {"num_data": 21}))
+    with pytest.raises(ValueError, match=r"run: .*num_data is 21 in it"):
+        ours.load_state_dict(of_another_run.state_dict())
     of_a_longer_run = QuadruplyStochasticOptimizer(model, **(options | {"num_steps": 11}))
     ours.load_state_dict(of_a_longer_run.state_dict())
+    for garbled in (None, {}, {"kinds": 3}, ours.state_dict() | {"more": 1}):
+        with pytest.raises(ValueError, match="take it from state_dict"):
+            ours.load_state_dict(garbled)
     with pytest.raises(ValueError, match="no further parameters"):
         ours.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
 
