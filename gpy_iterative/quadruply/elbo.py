@@ -25,7 +25,7 @@ from gpy_iterative.quadruply.data_terms import (
     warn_of_omission,
     warn_of_scale,
 )
-from gpy_iterative.quadruply.known_points import KnownPoints
+from gpy_iterative.quadruply.known_points import KnownPoints, check_entries
 from gpy_iterative.quadruply.model import DeferredPrediction, QuadruplyStochasticGP
 from gpy_iterative.quadruply.optimizers import QuadruplyStochasticOptimizer
 from gpy_iterative.quadruply.samples import KnownValues, Sample, draw_set, twice_divergence
@@ -213,10 +213,6 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         self._run = self._points.followed(self._run)
         return super().training_state()
 
-    def load_training_state(self, state: dict[str, Tensor]) -> None:
-        super().load_training_state(state)
-        self._run = self._points.resumed(self._run.mapped(lambda tensor: tensor.to(self.model.device)))
-
     def _description(self) -> StateDescription:
         return StateDescription.of(
             self,
@@ -232,6 +228,12 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
                 "num_control_points": self._points.num_control_points,
             },
         )
+
+    def _checked_run(self, run: Run) -> Run:
+        run = self._points.checked(run.mapped(lambda tensor: tensor.to(self.model.device)))
+        if (data := run.parts.get("data")) is not None:
+            check_entries(data, {"rows": None, "size": None})
+        return run
 
     def _estimate(self, call: Call) -> tuple[Tensor, Run]:
         model, points = self.model, self._points

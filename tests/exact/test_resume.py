@@ -242,6 +242,9 @@ def test_arguments_that_no_training_state_can_hold() -> None:
         mll.training_state()
     mll(mll.model(x), y, noise, [x, 3.0])
     state = mll.training_state()
+    for odd in (torch.zeros(5, dtype=torch.uint8), torch.zeros(0), "text"):
+        with pytest.raises(ValueError, match=r"training_state\(\)"):
+            mll.load_training_state(state | {"params.bytes": odd})
     mll.load_training_state(state)
     assert mll.training_state()["params.bytes"].equal(state["params.bytes"])
 

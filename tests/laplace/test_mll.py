@@ -410,8 +410,16 @@ def test_a_run_resumes_exactly() -> None:
     resumed.load_training_state(state)
     assert run(2, again, resumed) == expected
     kept = resumed.training_state()
-    with pytest.raises(ValueError, match="no training state"):
-        resumed.load_training_state({"weights": torch.zeros(3)})
+    for changed in (
+        {"weights": torch.zeros(3)},
+        kept | {"generator": 3},
+        kept | {"mode.weights": torch.zeros(30, 1, dtype=torch.bool)},
+        kept | {"mode.weights": 0.5},
+        kept | {"mode.actions": torch.zeros(30, 1)},
+        kept | {"probes": torch.zeros(3)},
+    ):
+        with pytest.raises(ValueError, match="no training state"):
+            resumed.load_training_state(changed)
     assert all(torch.equal(tensor, kept[key]) for key, tensor in resumed.training_state().items())
 
 

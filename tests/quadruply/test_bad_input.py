@@ -259,6 +259,15 @@ def test_hyperparameters_that_are_not_finite() -> None:
     assert torch.equal(mll._run.position, before["generator"])
 
 
+def test_states_of_other_runs() -> None:
+    mll, model, x, y = make()
+    mll(model(x), y)
+    state = mll.training_state()
+    del state["latent.total"]
+    with pytest.raises(ValueError, match="no entry 'total'"):
+        mll.load_training_state(state)
+
+
 def test_hyperparameters_too_far_from_those_of_the_basis() -> None:
     _, x, _ = fourier_problem()
     kernel = gpytorch.kernels.RBFKernel().double()
@@ -318,6 +327,8 @@ def test_states_of_other_models() -> None:
     before = into.training_state()
     with pytest.raises(ValueError, match="number of dense columns is 0 in it and 2 here"):
         into.load_training_state(state)
+    with pytest.raises(ValueError, match=r"another model: its 'total' has shape \(20, 1\)"):
+        into.load_training_state(state | {"description": before["description"]})
     assert into.training_state().keys() == before.keys()
 
 
@@ -397,3 +408,24 @@ def test_rows_that_cannot_be_kept() -> None:
     assert not model.weights.initialized
     mll(model(x), y)
     assert mll.report.num_steps_per_batch == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("index", torch.zeros(30)),
+        ("index", torch.zeros(0, dtype=torch.int64)),
+        ("index", torch.tensor([3])),
+        ("index", torch.zeros(30, 2, dtype=torch.int64)),
+        ("count", torch.tensor(-5)),
+    ],
+)
+def test_states_of_rows_that_are_none(name: str, entry: torch.Tensor) -> None:
+    mll, model, x, y = make(num_control_points=None)
+    model.basis.requires_grad_(False)
+    mll(model(x), y)
+    state = mll.training_state()
+    before = mll._run
+    with pytest.raises(ValueError, match="no training state"):
+        mll.load_training_state(state | {f"kept.{name}": entry})
+    assert mll._run is before
