@@ -187,7 +187,7 @@ def far_field_error(operator: LinearOperator) -> float | None:
 
 
 def has_fast_products(operator: LinearOperator) -> bool:
-    """Whether products of a tiled operator cost less than its entries: by a far field, or a grid."""
+    """Whether products with a part cost less than its entries: by a far field, or a grid."""
     found = (part.has_fast_products() for part in all_parts(operator) if hasattr(part, "has_fast_products"))
     return any(found) or far_field_error(operator) is not None
 

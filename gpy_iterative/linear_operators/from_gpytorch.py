@@ -34,7 +34,13 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.grid import OnAxes, axes_of
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
-from gpy_iterative.linear_operators.radial_inputs import active_inputs, is_smooth_product, radial_factors, value_dtype
+from gpy_iterative.linear_operators.radial_inputs import (
+    active_inputs,
+    is_smooth_product,
+    radial_factors,
+    value_dtype,
+    with_one_gaussian,
+)
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 
 #: Noise models that need the inputs, or task indices, of the data.
@@ -130,7 +136,11 @@ def operator_of_kernel(
     if type(kernel) is kernels.AdditiveKernel:
         parts = [(part, active_inputs(part, x1), active_inputs(part, x2)) for part in kernel.kernels]
         return _sum([operator_of_kernel(*part, products, cache.part(str(i))) for i, part in enumerate(parts)])
-    factors = radial_factors(kernel, x1, x2)
+    factors, axes = radial_factors(kernel, x1, x2), []
+    if len(factors) > 1:
+        may_have_axes = x2 is None and x1.dim() == 2 and not x1.requires_grad and products.backend != "keops"
+        axes = axes_of([factor.points for factor in factors]) if may_have_axes else []
+        factors = factors if axes else with_one_gaussian(factors)
     if len(factors) == 1 or (factors and products.backend != "keops"):
         if x1.requires_grad:
             # Learned inputs need derivatives by single points, which grids and far fields do not give (accurately).
@@ -150,10 +160,8 @@ def operator_of_kernel(
         ]
         operator = parts[0]
         if len(parts) > 1:
-            may_have_axes = x2 is None and x1.dim() == 2 and not x1.requires_grad
-            axes = axes_of([factor.points for factor in factors]) if may_have_axes else []
             on_axes = OnAxes(axes, products) if axes else None
-            if not is_smooth_product(kernel, x1.shape[-1]):
+            if not is_smooth_product(kernel, x1):
                 products = replace(products, far_field=None)
             operator = RadialProductLinearOperator.of(parts, products=products, on_axes=on_axes)
         return reduce(_times, factors[0].outputscales, operator)

@@ -66,22 +66,32 @@ def radial_factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> lis
     factors = [radial_factors(*leaf) for leaf in leaves]
     if not factors or not all(factors):
         return []
-    gaussian = sorted((factor for (factor,) in factors if factor.function is RBF), key=lambda factor: not factor.angles)
-    found = [factor for (factor,) in factors if factor.function is not RBF]
-    if gaussian:
-        points = side_by_side([factor.points for factor in gaussian])
-        first = side_by_side([factor.x1 for factor in gaussian])
-        second = None if x2 is None else side_by_side([factor.x2 for factor in gaussian])
-        found.insert(0, RadialInputs(points, first, second, RBF, None, sum(factor.angles for factor in gaussian)))
+    found = [factor for (factor,) in factors]
     return [replace(found[0], outputscales=outputscales), *found[1:]]
 
 
-def is_smooth_product(kernel: kernels.Kernel, num_columns: int) -> bool:
-    """Whether a product of radial kernels is smooth where any of its inputs differ.
+def with_one_gaussian(factors: Sequence[RadialInputs]) -> list[RadialInputs]:
+    """The same product, whose RBF and periodic factors are one of all their inputs."""
+    is_gaussian = lambda factor: factor.function is RBF
+    gaussian = sorted(filter(is_gaussian, factors), key=lambda factor: not factor.angles)
+    if len(gaussian) < 2:
+        return list(factors)
+    points, x1 = side_by_side([factor.points for factor in gaussian]), side_by_side([factor.x1 for factor in gaussian])
+    x2 = None if gaussian[0].x2 is None else side_by_side([factor.x2 for factor in gaussian])
+    angles = sum(factor.angles for factor in gaussian)
+    found = [
+        RadialInputs(points, x1, x2, RBF, None, angles),
+        *(factor for factor in factors if not is_gaussian(factor)),
+    ]
+    return [replace(found[0], outputscales=factors[0].outputscales), *found[1:]]
+
+
+def is_smooth_product(kernel: kernels.Kernel, x: Tensor) -> bool:
+    """Whether a product of radial kernels of x [*b, n, d] is smooth where any of its inputs differ.
 
     A Matern kernel of some inputs has a kink at all points that share these.
     """
-    leaves, _ = _factors(kernel, torch.arange(num_columns).unsqueeze(0), None)
+    leaves, _ = _factors(kernel, torch.arange(x.shape[-1], device=x.device).unsqueeze(0), None)
     used = {column for _, columns, _ in leaves for column in columns.flatten().tolist()}
     is_smooth = lambda leaf: _radial_function(leaf) in (RBF, RATIONAL_QUADRATIC)
     return all(is_smooth(leaf) or used == set(columns.flatten().tolist()) for leaf, columns, _ in leaves)

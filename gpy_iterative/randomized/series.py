@@ -154,7 +154,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
         """A single draw would be squared."""
         for name, stops, count in (
-            ("series.target_stops", target_stops, self.series.num_truncations),
+            ("series.target_stops", target_stops, self.num_truncations),
             ("series.probe_stops", probe_stops, self.probes.num_probes),
         ):
             if tuple(stops.shape) != (*batch, count):

@@ -159,7 +159,8 @@ def _rounded_as(test_train: LinearOperator, test_test: LinearOperator) -> Linear
     if isinstance(test_test, RadialKernelLinearOperator) and isinstance(test_train, RadialKernelLinearOperator):
         same = test_train.x1.numel() == test_test.x1.numel()
         return test_test.at(test_train.x1.reshape(test_test.x1.shape)) if same else test_test
-    if type(test_test) is type(test_train) and isinstance(test_test, _COMPOSITIONS):
+    is_alike = type(test_test) is type(test_train) and len(test_test._args) == len(test_train._args)
+    if is_alike and isinstance(test_test, _COMPOSITIONS):
         pairs = zip(test_train._args, test_test._args, strict=True)
         parts = [_rounded_as(*pair) if isinstance(pair[0], LinearOperator) else pair[1] for pair in pairs]
         return type(test_test)(*parts, **test_test._kwargs)

@@ -9,6 +9,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators.far_field.far_field import automatic_tolerance
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.grid import Axis, Grid, GridTiles, OnAxes
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
@@ -188,8 +189,10 @@ def _make_grid(on_axes: OnAxes | None, factors: Sequence[RadialKernelLinearOpera
 def _tiles_on(
     axis: Axis, factors: Sequence[RadialKernelLinearOperator], products: KernelProducts, cache: TileCache
 ) -> list[RadialTiles]:
-    if len(factors) > 1:  # their kinks may be at different points
+    if len(factors) > 1 or not products.may_have_far_field(axis.first):  # factors may have kinks at different points
         products = replace(products, far_field=None)
+    elif products.far_field == "auto":  # errors are repeated along the other axes
+        products = replace(products, far_field=automatic_tolerance(len(axis.place), factors[0].dtype))
     operators = [
         RadialKernelLinearOperator(
             factor.x1.detach()[axis.first],

@@ -25,6 +25,12 @@ from gpy_iterative.worker_threads import ByDevice
 
 PRODUCTS = KernelProducts(tile_size=16)
 MADE = {
+    "smooth space, periodic time": lambda: kernels.ScaleKernel(
+        kernels.RBFKernel(active_dims=(0, 1), ard_num_dims=2)
+        * kernels.PeriodicKernel(active_dims=(2,))
+        * kernels.MaternKernel(nu=2.5, active_dims=(2,))
+    ),
+    "smooth space and time": lambda: kernels.RBFKernel(active_dims=(0, 1)) * kernels.RBFKernel(active_dims=(2,)),
     "space and time": lambda: kernels.ScaleKernel(
         kernels.MaternKernel(nu=1.5, active_dims=(0, 1), ard_num_dims=2)
         * kernels.MaternKernel(nu=0.5, active_dims=(2,))
