@@ -208,6 +208,11 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         """Computes known latent values again: m (1 + k) per point."""
         self._run = self._points.refreshed(self._run)
 
+    def reset_control_variate(self) -> None:
+        """The next step starts a control variate at new points."""
+        if self._run.parts.get("control") is not None:
+            self._run = self._run.having(control=None, latent=None)
+
     def training_state(self) -> dict[str, Tensor]:
         """A dict of tensors for an exact resume."""
         self._run = self._points.followed(self._run)

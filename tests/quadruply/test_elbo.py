@@ -769,6 +769,26 @@ def test_known_rows_train_better_than_sampled_residuals() -> None:
     assert errors[8] < min(0.1, 0.8 * errors[1]), errors
 
 
+def test_a_control_variate_starts_anew() -> None:
+    model, x, y = fourier_problem(m=2000)
+    model.basis.requires_grad_(False)
+    mll = QuadruplyStochasticELBO(
+        gaussian_likelihood(NOISE).requires_grad_(False),
+        model,
+        num_feature_samples=20,
+        num_control_points=30,
+        generator=0,
+    )
+    train(mll, x, y, adagrad(model), 2)
+    before = mll.training_state()
+    mll.reset_control_variate()
+    train(mll, x, y, adagrad(model), 1)
+    after = mll.training_state()
+    assert not torch.equal(after["control.y"], before["control.y"])
+    assert not torch.equal(after["latent.x"], before["latent.x"])
+    assert control_error(mll) < 1e-12
+
+
 def test_a_step_that_evaluates_all_features_has_dense_gradients() -> None:
     """Which every optimiser takes, such as Adam for the head alone."""
     model, x, y = fourier_problem()
