@@ -172,7 +172,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         self._warn_once(solution, estimate, solver, prior.operator.dtype)
         self.report = LaplaceReport(
             status=estimate.status,
-            iterations=solution.stats.iterations,
+            iterations=solution.num_outer,
             epochs=solution.stats.epochs,
             probe_epochs=estimate.probe_epochs,
             stationarity=solution.stationarity,

@@ -54,8 +54,7 @@ class Inverse:
 class LaplaceSolution(Solution):
     """The mode of p(f | y), and the computed part of (K + W^+)^-1; float64.
 
-    `value` is the weights v [n, C], `residual` d log p(y | f) / df - v. `stats` count Newton steps as `iterations`, and
-    kernel products of any width as `epochs`.
+    `value` is the weights v [n, C], `residual` d log p(y | f) / df - v.
 
     Attributes:
         latent: f = m + K v [n, C].
@@ -73,6 +72,16 @@ class LaplaceSolution(Solution):
     def converged(self) -> bool:
         """Whether the mode was reached."""
         return self.status is SolveStatus.CONVERGED
+
+    @property
+    def num_outer(self) -> int:
+        """Newton steps."""
+        return self.stats.iterations
+
+    @property
+    def num_kernel_products(self) -> int:
+        """Kernel products, of any width."""
+        return round(self.stats.epochs)
 
     @property
     def stationarity(self) -> float:
@@ -215,7 +224,7 @@ class LaplaceSolver(ABC):
                 f"tolerance of {name}, {self._room}or keep outputscale and likelihood parameters in bounds."
             )
         return (
-            f"The mode was not reached in {solution.stats.iterations} Newton steps and {solution.stats.epochs:.0f} kernel "
+            f"The mode was not reached in {solution.num_outer} Newton steps and {solution.num_kernel_products} kernel "
             f"products: relative gradient {solution.stationarity:.2g}, status {solution.status.name.lower()}. {lever}"
         )
 
