@@ -59,5 +59,5 @@ def test_what_is_measured_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_rival_learns_the_field(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spatial_rivals, "RivalOptions", lambda: RivalOptions(num_inducing=50, rates=(0.03,)))
     data = spatial_fit.field(400, 2, **OPTIONS | {"lengthscale": 2.0})
-    outcome = RIVALS[name](data, 2.0)
+    outcome = RIVALS[name](data, 6.0)  # seconds: enough beside a busy process
     assert outcome["rmse"] < 0.4 * float(data.test_y.std())
