@@ -24,6 +24,8 @@ from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.exact.estimates import DensityEstimate
 from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes, Rademacher, probe_jitter
 from gpy_iterative.linear_operators.extensions import far_field_error
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
@@ -84,7 +86,9 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         preconditioner: PivotedCholesky | None,
         tolerance: float | None,
         resample: bool,
-        **others: Any,
+        solver: Solver | None,
+        products: KernelProducts | None,
+        generator: torch.Generator | int | None,
     ) -> None:
         if not isinstance(truncation, AutomaticTruncation):
             check_truncation(truncation)
@@ -97,7 +101,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if tolerance is not None:
             check_fraction("tolerance", tolerance)
         check_flag("resample", resample)
-        super().__init__(likelihood, model, **others)
+        super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
         self.truncation, self.num_truncations, self.shares_truncation = truncation, num_truncations, shares_truncation
         self.tolerance, self.resample = tolerance, resample
         self.probes: ProbeDistribution = Rademacher(num_probes=num_probes)

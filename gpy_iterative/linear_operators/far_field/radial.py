@@ -117,8 +117,7 @@ class RadialFarField(RadialTiles):
 
         Cost with angles: a product with 1 + angles columns more for each of the weights' factors.
         """
-        field = self.far_field() if isinstance(weights, BilinearWeights) else None
-        if field is None or not isinstance(weights, BilinearWeights):
+        if not isinstance(weights, BilinearWeights) or (field := self.far_field()) is None:
             return super().derivative(weights, value=value, alpha=alpha)
         if not self._angles:
             return self._derivative(field, weights, value, alpha)

@@ -128,7 +128,8 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     def low_precision_copy(self) -> LinearOperator:
         """See `extensions.low_precision_copy`."""
-        return self._converted(lambda factor: factor.low_precision_copy(), self._native_products())
+        change = lambda factor: factor.low_precision_copy()
+        return self._on_factors(change, products=self._native_products(), on_axes=self._on_axes)
 
     def with_products(self, *, change: Callable[[KernelProducts], KernelProducts]) -> LinearOperator:
         """See `extensions.with_products`."""
@@ -139,11 +140,7 @@ class RadialProductLinearOperator(TiledLinearOperator):
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
         """See `extensions.in_float64`."""
         change = lambda factor: factor.in_float64(keeps_tiles=keeps_tiles)
-        return self._converted(change, self._of_new_tiles(keeps_tiles)["products"])
-
-    def _converted(
-        self, change: Callable[[RadialKernelLinearOperator], Any], products: KernelProducts
-    ) -> LinearOperator:
+        products = self._of_new_tiles(keeps_tiles)["products"]
         return self._on_factors(change, products=products, on_axes=self._on_axes)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.fitting.steps.directional import directional_product
-from gpy_iterative.linear_operators import KernelProducts, far_field_error, operator_of_kernel
+from gpy_iterative.linear_operators import KernelProducts, operator_of_kernel
 from gpy_iterative.linear_operators.extensions import in_float64, low_precision_copy, with_products
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial import grid
@@ -22,6 +22,7 @@ from gpy_iterative.linear_operators.radial.product import RadialProductLinearOpe
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.worker_threads import ByDevice
+from tests.linear_operators.radial.test_product import assert_far_field, operator_of, random
 
 PRODUCTS = KernelProducts(tile_size=16)
 MADE = {
@@ -43,10 +44,6 @@ MADE = {
 }
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def on_grid(stations: int = 12, days: int = 15, *, missing: float = 0.2, repeated: int = 5) -> Tensor:
     """Stations on some days, in any order; some twice."""
     generator = torch.Generator().manual_seed(1)
@@ -61,12 +58,6 @@ def made(name: str) -> kernels.Kernel:
     for parameter in kernel.parameters():
         parameter.data.copy_(torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
     return kernel
-
-
-def operator_of(kernel: kernels.Kernel, x: Tensor, products: KernelProducts = PRODUCTS) -> RadialProductLinearOperator:
-    operator = operator_of_kernel(kernel, x, None, products)
-    assert isinstance(operator, RadialProductLinearOperator)
-    return operator
 
 
 def sizes(operator: RadialProductLinearOperator) -> list[int]:
@@ -140,16 +131,8 @@ def test_a_period_moves_days_apart_that_lie_on_one_another() -> None:
 
 def test_an_axis_with_a_far_field() -> None:
     kernel, x = made("space and time"), on_grid(1500, 4, missing=0.05, repeated=0)
-    operator, exact = (operator_of(kernel, x, KernelProducts(far_field=error)) for error in (1e-4, None))
-    error, vectors = far_field_error(operator), random(len(x), 2)
-    assert error is not None
-    assert 1e-7 < error < 1e-4
-    assert far_field_error(exact) is None
-    with torch.no_grad():
-        product = exact @ vectors
-        torch.testing.assert_close(operator @ vectors, product, rtol=0, atol=1e-4 * float(product.abs().max()))
-    derivatives = lambda each: torch.autograd.grad((vectors * (each @ vectors)).sum(), list(kernel.parameters()))
-    torch.testing.assert_close(derivatives(operator), derivatives(exact), rtol=1e-3, atol=1e-3)
+    operator, exact = (operator_of(kernel, x, products=KernelProducts(far_field=error)) for error in (1e-4, None))
+    assert_far_field(kernel, operator, exact, random(len(x), 2), errors=(1e-7, 1e-4), atol=1e-4)
 
 
 def test_copies() -> None:
