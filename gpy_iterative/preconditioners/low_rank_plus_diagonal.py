@@ -115,7 +115,8 @@ class NystromFactor(LowRankPlusDiagonal):
 
 
 def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
-    return (vectors.mT @ matrix.mT).mT if vectors.shape[-1] <= FEW_COLUMNS else matrix @ vectors
+    is_faster = vectors.shape[-1] <= FEW_COLUMNS or matrix.dtype == torch.float64
+    return (vectors.mT @ matrix.mT).mT if is_faster else matrix @ vectors
 
 
 def _in_float64(matrix: Tensor) -> Iterator[Tensor]:
