@@ -6,9 +6,7 @@ from gpy_iterative.spectral.finite import (
     FeatureMap,
     FiniteFeatureKernel,
     WeightSpaceFeatures,
-    concatenated,
     feature_map,
-    has_feature_map,
     register_feature_map,
 )
 
@@ -18,8 +16,6 @@ __all__ = [
     "FiniteFeatureKernel",
     "MatrixFreeKernel",
     "WeightSpaceFeatures",
-    "concatenated",
     "feature_map",
-    "has_feature_map",
     "register_feature_map",
 ]

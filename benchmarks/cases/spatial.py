@@ -25,7 +25,8 @@ from benchmarks.command_line import (
 from benchmarks.devices import Device, clock, peak_memory
 from benchmarks.runner import Outcome, contender
 from benchmarks.tables import Table
-from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator, far_field_error
+from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.radial.functions import MATERN32
 

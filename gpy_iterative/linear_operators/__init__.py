@@ -5,16 +5,9 @@ Begin with `products.py` (options), `radial/operator.py` (kernels in closed form
 `extensions.py` adds operations. It may import `errors`, `checks`, `changes` and `worker_threads`.
 """
 
-from gpy_iterative.linear_operators.extensions import (
-    columns_matmul,
-    dense_rows,
-    far_field_error,
-    principal_block,
-    rows_matmul,
-)
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, noisy_operator, operator_of_kernel
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
-from gpy_iterative.linear_operators.latent import RepeatedKernelLinearOperator, latent_prior
+from gpy_iterative.linear_operators.latent import latent_prior
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
@@ -24,14 +17,8 @@ __all__ = [
     "KernelProducts",
     "NoisyLinearOperator",
     "RadialKernelLinearOperator",
-    "RepeatedKernelLinearOperator",
-    "columns_matmul",
-    "dense_rows",
-    "far_field_error",
     "kernel_operator",
     "latent_prior",
     "noisy_operator",
     "operator_of_kernel",
-    "principal_block",
-    "rows_matmul",
 ]

@@ -13,14 +13,17 @@ from gpy_iterative.linear_operators import (
     KernelProducts,
     NoisyLinearOperator,
     RadialKernelLinearOperator,
-    RepeatedKernelLinearOperator,
+    kernel_operator,
+)
+from gpy_iterative.linear_operators.extensions import (
     columns_matmul,
     dense_rows,
-    kernel_operator,
+    low_precision_copy,
+    matrix_derivative,
     principal_block,
     rows_matmul,
 )
-from gpy_iterative.linear_operators.extensions import low_precision_copy, matrix_derivative
+from gpy_iterative.linear_operators.latent import RepeatedKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN12, MATERN32, MATERN52, RATIONAL_QUADRATIC, RBF
 from tests.devices import moved
 from tests.simulated_device import DEVICE, SimulatedDevice

@@ -12,8 +12,8 @@ from gpytorch import kernels
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
 from torch import Tensor
 
-from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts, generic_kernel, rows_matmul
-from gpy_iterative.linear_operators.extensions import in_float64
+from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts, generic_kernel
+from gpy_iterative.linear_operators.extensions import in_float64, rows_matmul
 from gpy_iterative.linear_operators.kernel_functions import kernel_matrix
 from gpy_iterative.linear_operators.tiles import tiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache

@@ -11,8 +11,8 @@ from linear_operator import to_linear_operator
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase
 from torch import Tensor
 
-from gpy_iterative.linear_operators import KernelProducts, RepeatedKernelLinearOperator, latent_prior
-from gpy_iterative.linear_operators.latent import point_blocks
+from gpy_iterative.linear_operators import KernelProducts, latent_prior
+from gpy_iterative.linear_operators.latent import RepeatedKernelLinearOperator, point_blocks
 from tests.laplace.cases import inputs
 
 

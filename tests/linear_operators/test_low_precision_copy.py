@@ -25,13 +25,17 @@ from gpy_iterative.linear_operators import (
     KernelProducts,
     NoisyLinearOperator,
     RadialKernelLinearOperator,
-    RepeatedKernelLinearOperator,
-    columns_matmul,
     kernel_operator,
+)
+from gpy_iterative.linear_operators.extensions import (
+    all_parts,
+    columns_matmul,
+    low_precision_copy,
     principal_block,
     rows_matmul,
+    with_products,
 )
-from gpy_iterative.linear_operators.extensions import all_parts, low_precision_copy, with_products
+from gpy_iterative.linear_operators.latent import RepeatedKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN32
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache

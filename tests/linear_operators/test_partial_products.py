@@ -20,12 +20,15 @@ from gpy_iterative.linear_operators import (
     KernelProducts,
     NoisyLinearOperator,
     RadialKernelLinearOperator,
+)
+from gpy_iterative.linear_operators.extensions import (
     columns_matmul,
     dense_rows,
+    kernel_inputs,
     principal_block,
+    principal_blocks,
     rows_matmul,
 )
-from gpy_iterative.linear_operators.extensions import kernel_inputs, principal_blocks
 from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator

@@ -8,15 +8,8 @@ import pytest
 import torch
 from gpytorch import kernels
 
-from gpy_iterative.linear_operators import (
-    KernelProducts,
-    RadialKernelLinearOperator,
-    columns_matmul,
-    dense_rows,
-    operator_of_kernel,
-    principal_block,
-    rows_matmul,
-)
+from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator, operator_of_kernel
+from gpy_iterative.linear_operators.extensions import columns_matmul, dense_rows, principal_block, rows_matmul
 from gpy_iterative.linear_operators.radial.functions import MATERN32, RATIONAL_QUADRATIC
 
 SIZE, DIMENSION = 150, 3

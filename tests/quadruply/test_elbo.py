@@ -14,11 +14,11 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import ApproximationWarning
-from gpy_iterative.likelihoods import expected_log_prob
 from gpy_iterative.mlls import QuadruplyStochasticELBO
 from gpy_iterative.models import NystromBasis, QuadruplyStochasticGP
 from gpy_iterative.quadruply.data_terms import Rows, site_bound
 from gpy_iterative.quadruply.samples import Sample
+from gpy_iterative.training.likelihood_forms import expected_log_prob
 from tests.monte_carlo import assert_mean_within
 from tests.quadruply.quadruply_models import (
     TableBasis,

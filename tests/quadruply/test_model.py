@@ -14,7 +14,6 @@ from torch import Tensor
 import gpy_iterative as gpi
 from gpy_iterative.mlls import QuadruplyStochasticELBO
 from gpy_iterative.models import (
-    DeferredPrediction,
     HeadNaturalGradient,
     InducingPointBasis,
     NystromBasis,
@@ -23,6 +22,7 @@ from gpy_iterative.models import (
     RandomFourierBasis,
     RelevanceVectorBasis,
 )
+from gpy_iterative.quadruply.model import DeferredPrediction
 from gpy_iterative.quadruply.optimizers import NoiseNaturalGradient
 from tests.quadruply.quadruply_models import fourier_problem, gaussian_likelihood, set_weights, weights_of
 from tests.quadruply.test_elbo import dense_features, dense_root

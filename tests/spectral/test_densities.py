@@ -12,10 +12,10 @@ from gpy_iterative.spectral import (
     RandomFourierFeatures,
     SpectralDensity,
     densities,
-    gamma_quantile,
     register_spectral_density,
     spectral_density,
 )
+from gpy_iterative.spectral.densities import gamma_quantile
 from tests.exact.gaussian_models import data
 
 

@@ -7,7 +7,8 @@ from gpytorch import kernels
 from torch import Tensor
 
 import gpy_iterative as gpi
-from gpy_iterative.kernels import feature_map, has_feature_map, register_feature_map
+from gpy_iterative.kernels import feature_map, register_feature_map
+from gpy_iterative.spectral.finite import has_feature_map
 from tests.exact.gaussian_models import data
 from tests.features.feature_models import KERNELS, Quadratic, feature_case, fourier, network
 

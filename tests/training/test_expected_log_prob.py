@@ -8,7 +8,8 @@ import torch
 from gpytorch.distributions import base_distributions
 from torch import Tensor
 
-from gpy_iterative.likelihoods import LogitBernoulliLikelihood, PoissonLogLikelihood, expected_log_prob, is_log_concave
+from gpy_iterative.likelihoods import LogitBernoulliLikelihood, PoissonLogLikelihood
+from gpy_iterative.training.likelihood_forms import expected_log_prob, is_log_concave
 
 MEAN = torch.tensor([-3.0, 0.1, 0.4, 2.0], dtype=torch.float64)
 DEVIATION = torch.tensor([0.01, 0.7, 3.0, 1e-4], dtype=torch.float64)

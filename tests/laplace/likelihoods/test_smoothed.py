@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
+from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR, CurvatureFloor
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.likelihoods.smoothed import symmetric_roots
-from gpy_iterative.likelihoods import CurvatureFloor, SmoothedLikelihood
+from gpy_iterative.likelihoods import SmoothedLikelihood
 from tests.laplace.cases import LIKELIHOODS, case
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.fitting.steps.directional import directional_product
-from gpy_iterative.linear_operators import KernelProducts, far_field_error, operator_of_kernel
+from gpy_iterative.linear_operators import KernelProducts, operator_of_kernel
+from gpy_iterative.linear_operators.extensions import far_field_error
 from tests.exact.gaussian_models import Regression
 
 TIGHT = gpi.solvers.ConjugateGradients(tolerance=1e-6)

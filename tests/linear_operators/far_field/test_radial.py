@@ -10,9 +10,8 @@ import torch
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase
 from torch import Tensor
 
-from gpy_iterative.linear_operators import (
-    KernelProducts,
-    RadialKernelLinearOperator,
+from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.extensions import (
     columns_matmul,
     dense_rows,
     far_field_error,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import ConvergenceWarning
-from gpy_iterative.linear_operators import KernelProducts, far_field_error, kernel_operator
+from gpy_iterative.linear_operators import KernelProducts, kernel_operator
+from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.linear_solvers.solution import SolveStatus

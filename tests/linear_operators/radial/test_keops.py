@@ -22,13 +22,10 @@ from gpy_iterative.linear_operators import (
     KernelProducts,
     NoisyLinearOperator,
     RadialKernelLinearOperator,
-    columns_matmul,
-    dense_rows,
     kernel_operator,
-    principal_block,
-    rows_matmul,
 )
 from gpy_iterative.linear_operators import products as products_module
+from gpy_iterative.linear_operators.extensions import columns_matmul, dense_rows, principal_block, rows_matmul
 from gpy_iterative.linear_operators.radial import keops as keops_sums
 from gpy_iterative.linear_operators.radial.functions import (
     MATERN12,

@@ -11,13 +11,14 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.fitting.steps.directional import directional_product
-from gpy_iterative.linear_operators import (
-    KernelProducts,
-    RadialKernelLinearOperator,
+from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator, operator_of_kernel
+from gpy_iterative.linear_operators.extensions import (
     far_field_error,
-    operator_of_kernel,
+    in_float64,
+    low_precision_copy,
+    principal_blocks,
+    with_products,
 )
-from gpy_iterative.linear_operators.extensions import in_float64, low_precision_copy, principal_blocks, with_products
 from gpy_iterative.linear_operators.extensions import rows_matmul as multiply_rows
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 

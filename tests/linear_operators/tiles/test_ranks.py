@@ -16,13 +16,15 @@ from gpy_iterative.linear_operators import (
     GenericKernelLinearOperator,
     KernelProducts,
     RadialKernelLinearOperator,
+    operator_of_kernel,
+)
+from gpy_iterative.linear_operators.extensions import (
     columns_matmul,
     dense_rows,
-    operator_of_kernel,
+    matrix_derivative,
     principal_block,
     rows_matmul,
 )
-from gpy_iterative.linear_operators.extensions import matrix_derivative
 from gpy_iterative.linear_operators.radial.functions import MATERN32, RATIONAL_QUADRATIC
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TiledLinearOperator
