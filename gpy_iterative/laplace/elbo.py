@@ -16,7 +16,7 @@ Steps are natural gradients (Khan and Lin 2017, "Conjugate-computation variation
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
@@ -41,6 +41,8 @@ TOLERANCE = 1e-5
 MAX_STEPS = 200
 #: Earlier steps in a mixture.
 MEMORY = 5
+#: Most latent values at a time in an average over q: they fit a CPU's cache.
+SAMPLED_LATENTS = 2**16
 #: See `newton/base.py`.
 ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
 
@@ -160,8 +162,9 @@ def _estimate(
 ) -> ObjectiveEstimate:
     def expected_log_prob() -> Tensor:
         roots, total = _roots(posterior.blocks, problem.scale), torch.zeros_like(problem.scale[0])
-        for node, weight in _nodes(posterior.means):
-            total = total + weight * problem.likelihood.log_prob(posterior.means + roots @ node).sum()
+        for nodes, weights in _nodes(posterior.means):
+            samples = posterior.means + _moved(roots, nodes)
+            total = total + weights @ problem.likelihood.log_probs(samples).sum(-1)
         return total
 
     value = problem.scale.new_tensor(posterior.bound)
@@ -261,13 +264,13 @@ def _expectation(
         covariance = blocks.detach().clone().requires_grad_()
         roots = _roots(covariance, scale)
     value, gradient, of_roots = means.new_zeros(()), torch.zeros_like(means), torch.zeros_like(roots)
-    for node, weight in _nodes(means):
+    for nodes, weights in _nodes(means):
         with torch.enable_grad():
-            point = (means + roots.detach() @ node).requires_grad_()
-            log_prob = likelihood.log_prob(point).sum()
-            (slope,) = torch.autograd.grad(log_prob, point)
-        value, gradient = value + weight * log_prob.detach(), gradient + weight * slope
-        of_roots = of_roots + weight * slope.unsqueeze(-1) * node
+            samples = (means + _moved(roots.detach(), nodes)).requires_grad_()
+            average = weights @ likelihood.log_probs(samples).sum(-1)
+            (slopes,) = torch.autograd.grad(average, samples)
+        value, gradient = value + average.detach(), gradient + slopes.sum(0)
+        of_roots = of_roots + torch.einsum("knc,kd->ncd", slopes, nodes)
     (of_blocks,) = torch.autograd.grad(roots, covariance, of_roots)
     return value, gradient, -(of_blocks + of_blocks.mT)
 
@@ -285,9 +288,16 @@ def _roots(blocks: Tensor, scale: Tensor) -> Tensor:
     return factor
 
 
-def _nodes(means: Tensor) -> list[tuple[Tensor, float]]:
-    nodes, weights = normal_rule(means.shape[-1])
-    return list(zip(nodes.to(means), weights.tolist(), strict=True))
+def _nodes(means: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some nodes [k, C] and weights [k] at a time."""
+    nodes, weights = (part.to(means) for part in normal_rule(means.shape[-1]))
+    count = max(SAMPLED_LATENTS // means.numel(), 1)
+    return zip(nodes.split(count), weights.split(count), strict=True)
+
+
+def _moved(roots: Tensor, nodes: Tensor) -> Tensor:
+    """Roots [n, C, C] times nodes [k, C]: [k, n, C]."""
+    return torch.einsum("ncd,kd->knc", roots, nodes)
 
 
 def _variances(blocks: Tensor) -> Tensor:

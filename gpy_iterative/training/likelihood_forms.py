@@ -23,6 +23,7 @@ class LikelihoodForm:
         num_latents: C of a likelihood; its value None admits any.
         visible_basis: orthonormal basis [C, r] of the latent directions that matter; None: all.
         target_per_latent: whether targets are [n, C] instead of [n]; None admits both.
+        takes_samples: whether `log_prob` takes f [k, n, C].
     """
 
     log_prob: PointwiseFunction
@@ -33,6 +34,7 @@ class LikelihoodForm:
     num_latents: Callable[[Likelihood], int | None] = lambda _: 1
     visible_basis: Callable[[Likelihood], Tensor] | None = None
     target_per_latent: bool | None = False
+    takes_samples: bool = True
 
 
 FORMS: dict[type[Likelihood], LikelihoodForm] = {}
@@ -67,6 +69,7 @@ def register_curvature(
         support=support,
         num_latents=lambda _: num_latents,
         target_per_latent=False if num_latents == 1 else None,
+        takes_samples=False,
     )
 
 

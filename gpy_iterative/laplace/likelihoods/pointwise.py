@@ -76,7 +76,9 @@ class PointwiseLikelihood:
         check_laplace_likelihood(likelihood)
         self.likelihood, self.num_latents, self.params = likelihood, num_latents, tuple(params)
         registered = form_of(likelihood)
-        any_form = LikelihoodForm(self._generic_log_prob, num_latents=lambda _: None, target_per_latent=None)
+        any_form = LikelihoodForm(
+            self._generic_log_prob, num_latents=lambda _: None, target_per_latent=None, takes_samples=False
+        )
         self._form = registered or any_form
         if registered is not None:
             self._check_no_params()
@@ -116,6 +118,10 @@ class PointwiseLikelihood:
     def log_prob(self, f: Tensor) -> Tensor:
         """Log p(y_n | f_n) [n], differentiable in f [n, C] and parameters. Raises ValueError if points are coupled."""
         return self._form.log_prob(self.likelihood, f, self.targets)
+
+    def log_probs(self, samples: Tensor) -> Tensor:
+        """`log_prob` [k, n] of samples [k, n, C]."""
+        return self.log_prob(samples) if self._form.takes_samples else torch.stack([*map(self.log_prob, samples)])
 
     def total(self, f: Tensor) -> float:
         """The sum of log densities."""

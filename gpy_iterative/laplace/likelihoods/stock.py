@@ -35,7 +35,7 @@ def _block(values: Tensor) -> Tensor:
 
 
 def _probit_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    z = (2 * y - 1) * f[:, 0]
+    z = (2 * y - 1) * f[..., 0]
     low = z < PROBIT_TAIL
     if not low.any():
         return torch.special.log_ndtr(z)
@@ -54,13 +54,14 @@ def _log_normal_tail(z: Tensor) -> Tensor:
 
 
 def softmax_logits(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """Mixed latents [n, classes] of latents [n, C]."""
+    """Mixed latents [*s, n, classes] of latents [*s, n, C]."""
     weights = likelihood.mixing_weights
     return f if weights is None else f @ weights.mT.to(f.dtype)
 
 
 def _softmax_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    return torch.log_softmax(softmax_logits(likelihood, f), -1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    log_probabilities = torch.log_softmax(softmax_logits(likelihood, f), -1)
+    return log_probabilities.gather(-1, y.expand(f.shape[:-1]).unsqueeze(-1)).squeeze(-1)
 
 
 def mixed_blocks(likelihood: Likelihood, blocks: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ def _softmax_visible(likelihood: Likelihood) -> Tensor:
 
 
 def _poisson_softplus_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    z = f[:, 0]
+    z = f[..., 0]
     # log softplus(f) -> f, where softplus is rounding noise or zero.
     low = z < -30
     log_rate = torch.where(low, z, softplus(torch.where(low, torch.zeros_like(z), z)).log())
@@ -95,12 +96,12 @@ def _poisson_softplus_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> 
 
 
 def _poisson_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    return times_log_rate(y, f[:, 0]) - f[:, 0].exp() - torch.lgamma(y + 1)
+    return times_log_rate(y, f[..., 0]) - f[..., 0].exp() - torch.lgamma(y + 1)
 
 
 def _negative_binomial_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     probs = likelihood.probs.to(f.dtype).clamp(1e-6, 1 - 1e-6)
-    total = softplus(f[:, 0])
+    total = softplus(f[..., 0])
     if not likelihood.num_failures_param:
         total = total * (1 - probs) / probs
     counts = torch.lgamma(total + y) - torch.lgamma(total) - torch.lgamma(y + 1)
@@ -109,7 +110,7 @@ def _negative_binomial_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) ->
 
 def _student_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     nu, noise = likelihood.deg_free.to(f.dtype), likelihood.noise.to(f.dtype)
-    return StudentT(nu, f[:, 0], noise.sqrt(), validate_args=False).log_prob(y)
+    return StudentT(nu, f[..., 0], noise.sqrt(), validate_args=False).log_prob(y)
 
 
 def _student_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -119,8 +120,8 @@ def _student_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 def _beta_concentrations(likelihood: Likelihood, f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Alpha and beta (one more than GPyTorch documents), and d alpha / df."""
-    scale, mixture = likelihood.scale.to(f.dtype), torch.sigmoid(f[:, 0])
-    return scale * mixture + 1, scale * (1 - mixture) + 1, scale * mixture * torch.sigmoid(-f[:, 0])
+    scale, mixture = likelihood.scale.to(f.dtype), torch.sigmoid(f[..., 0])
+    return scale * mixture + 1, scale * (1 - mixture) + 1, scale * mixture * torch.sigmoid(-f[..., 0])
 
 
 def _beta_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -143,17 +144,17 @@ def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
         return noise + likelihood.noise.to(f.dtype) if likelihood.has_global_noise else noise
     if isinstance(likelihood, gl.FixedNoiseGaussianLikelihood):
         known = likelihood.noise_covar.noise.shape[-1]
-        if known != f.shape[0]:  # GPyTorch assumes zero noise
+        if known != f.shape[-2]:  # GPyTorch assumes zero noise
             raise ValueError(
-                f"FixedNoiseGaussianLikelihood has noise for {known} points, and there are {f.shape[0]} here: leave "
+                f"FixedNoiseGaussianLikelihood has noise for {known} points, and there are {f.shape[-2]} here: leave "
                 "points without a target out of data and noise, and predict latent values at test points."
             )
-    covariance = likelihood._shaped_noise_covar(f.shape[:1])
+    covariance = likelihood._shaped_noise_covar(f.shape[-2:-1])
     return covariance.diagonal(dim1=-1, dim2=-2).to(f.dtype).unsqueeze(-1)
 
 
 def _gaussian_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    return Normal(f, gaussian_noise(likelihood, f).sqrt(), validate_args=False).log_prob(y.view_as(f)).sum(-1)
+    return Normal(f, gaussian_noise(likelihood, f).sqrt(), validate_args=False).log_prob(y.view(f.shape[-2:])).sum(-1)
 
 
 def _gaussian_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -164,7 +165,7 @@ _GAUSSIAN = LikelihoodForm(_gaussian_log_prob, hessian=_gaussian_hessian, log_co
 FORMS |= {
     gl.BernoulliLikelihood: LikelihoodForm(_probit_log_prob, log_concave=True, support=_LABELS),
     LogitBernoulliLikelihood: LikelihoodForm(
-        lambda _, f, y: logsigmoid((2 * y - 1) * f[:, 0]), log_concave=True, support=_LABELS
+        lambda _, f, y: logsigmoid((2 * y - 1) * f[..., 0]), log_concave=True, support=_LABELS
     ),
     gl.SoftmaxLikelihood: LikelihoodForm(
         _softmax_log_prob,

@@ -36,6 +36,26 @@ def test_log_density_is_that_of_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
+def test_samples_have_the_log_densities_of_each(name: str) -> None:
+    likelihood, f = latents(name)
+    check_samples(likelihood, f)
+
+
+def test_samples_of_noise_by_point_of_tasks_and_of_the_users_own_forward() -> None:
+    _, f = latents("student")
+    noise = 0.1 + torch.arange(12.0)
+    check_samples(PointwiseLikelihood(gl.FixedNoiseGaussianLikelihood(noise), f[:, 0].cos(), 1), f)
+    check_samples(PointwiseLikelihood(Cauchy(), f[:, 0].cos(), 1), f)
+    tasks = f.view(6, 2)
+    check_samples(PointwiseLikelihood(gl.MultitaskGaussianLikelihood(num_tasks=2), tasks.cos(), 2), tasks)
+
+
+def check_samples(likelihood: PointwiseLikelihood, f: Tensor) -> None:
+    samples = torch.stack([f, -f, 0.3 * f])
+    torch.testing.assert_close(likelihood.log_probs(samples), torch.stack([likelihood.log_prob(f) for f in samples]))
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
 def test_gradient_and_hessian_are_differences(name: str) -> None:
     likelihood, f = latents(name)
     step = 1e-5
