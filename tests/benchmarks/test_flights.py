@@ -107,6 +107,7 @@ def fixed_batches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return asked
 
 
+@pytest.mark.slow
 def test_the_rival_takes_the_rate_that_is_best_on_held_out_rows(
     data: Split, fixed_batches: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

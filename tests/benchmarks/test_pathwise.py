@@ -161,6 +161,7 @@ WARM_SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("split")
 @pytest.mark.parametrize("solver", warm_starts.SOLVERS)
 def test_both_are_the_solves_of_whole_trainings(solver: str) -> None:

@@ -29,6 +29,7 @@ def test_what_is_measured(layout: str) -> None:
     assert all(len(outcome[name]) == 2 for name in ("product", "kept", "tiles", "gradient"))
 
 
+@pytest.mark.slow
 def test_it_is_measured_on_a_device(device: torch.device) -> None:
     options = {"n": 600, "d": 1, "layout": "uniform", "tiles_rows": 600, **OPTIONS}
     assert spatial.measure(**options, device=str(device))["product_error"] < 2e-4

@@ -35,6 +35,7 @@ def test_random_split_scales_by_its_training_rows(monkeypatch: pytest.MonkeyPatc
     assert not taken
 
 
+@pytest.mark.slow
 def test_bias_table_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bias, "figure_data", lambda dataset, rows: data(rows))
     estimators = (

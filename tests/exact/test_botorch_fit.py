@@ -78,6 +78,7 @@ def test_exact_path_ends_where_gpytorch_ends(name: str, options: dict[str, Any])
     torch.testing.assert_close(installed.variance.detach(), ours[2], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_iterative_solver_improves_the_fit(name: str) -> None:
     model, _ = model_of(name)

@@ -166,6 +166,7 @@ def samples(case: Case, solver: ConjugateGradients, draws: int) -> dict[str, Ten
     return {name: torch.stack([each[name] for each in found]) for name in found[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("recipe", "enough"),

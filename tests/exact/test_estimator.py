@@ -92,6 +92,7 @@ def test_every_solver_serves_every_estimator(solver: gpi.solvers.Solver, mll_cla
         )
 
 
+@pytest.mark.slow
 def test_value_has_the_error_it_reports() -> None:
     """Over many generators, value - truth is within 4 standard errors and the reported error is of the right size."""
     case = CASES["matern-3/2"]()
@@ -204,6 +205,7 @@ def test_probes_of_a_known_covariance_are_solved_to_below_their_noise() -> None:
     assert residuals[False] <= 1e-4 < residuals[True] <= 0.05
 
 
+@pytest.mark.slow
 def test_a_large_term_does_not_hide_the_others() -> None:
     """The probes' norm is nearly all that of the constant: a plain relative residual says little of the Matérn term."""
     constant = kernels.ConstantKernel()

@@ -34,6 +34,7 @@ def train(mll: gpi.mlls.HutchinsonMarginalLogLikelihood, case: Case, steps: int 
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "probes", "kernel"),
     [(solver, "preconditioned", "radial") for solver in SOLVERS]

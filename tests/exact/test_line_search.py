@@ -80,6 +80,7 @@ SMOOTH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The variance of the truncated solve")
 @pytest.mark.parametrize("name", NOISY)
 def test_lbfgs_on_separate_estimates_warns_once(name: str) -> None:
@@ -98,6 +99,7 @@ def test_lbfgs_on_a_smooth_function_does_not(name: str) -> None:
     minimise(mll, case, torch.optim.LBFGS(case.model.parameters(), max_iter=12, line_search_fn="strong_wolfe"), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [

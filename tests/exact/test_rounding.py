@@ -76,6 +76,7 @@ def test_little_noise_makes_it_float64(mll_class: type) -> None:
         assert {each.dtype for each in (value, mll.report.value, mll.report.value_sem, *gradients)} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_value_and_gradient_are_those_of_the_model_in_float64(kernel: str) -> None:
     results = [
@@ -88,6 +89,7 @@ def test_value_and_gradient_are_those_of_the_model_in_float64(kernel: str) -> No
         torch.testing.assert_close(found.double(), true, rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.VarianceWarning")
 @pytest.mark.parametrize(
     "mll_class", [gpi.mlls.RussianRouletteMarginalLogLikelihood, gpi.mlls.TruncatedCGMarginalLogLikelihood]
@@ -134,6 +136,7 @@ def test_a_run_keeps_its_probes_when_it_becomes_float64_and_stays(mll_class: typ
     assert dtype_of(mll) == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["radial", "product", "generic"])
 def test_tiles_in_float64_take_the_place_of_earlier_ones(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each evaluation kept tiles beside those of earlier graphs and of float32."""
@@ -157,6 +160,7 @@ def test_tiles_in_float64_take_the_place_of_earlier_ones(kernel: str, monkeypatc
         value.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("options", [{}, {"solver": FINE, "exact_below": 0, "rank": 100}], ids=["exact", "projected"])
 def test_predictions_are_those_of_the_model_in_float64(kernel: str, options: dict[str, Any]) -> None:
@@ -306,6 +310,7 @@ def test_too_many_rows_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert system.suited(0.5, in_float64=True).operator.dtype == torch.float64
 
 
+@pytest.mark.slow
 def test_tiles_replace_an_automatic_far_field_whose_errors_exceed_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trend of large outputscale beside a short lengthscale: INDEFINITE, means 24 standard deviations off."""
     x = torch.rand(4100, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -275,6 +275,7 @@ def stock_with_matrix_free_kernel(group: Any) -> tuple[Tensor, Tensor]:
     return solution.detach(), base.base_kernel.raw_lengthscale.grad
 
 
+@pytest.mark.slow
 def test_stock_code_runs_on_shared_tiles(processes: Processes) -> None:
     expected = stock_with_matrix_free_kernel(None)
     for found in processes.run(stock_with_matrix_free_kernel, size=3):

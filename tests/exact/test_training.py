@@ -46,6 +46,7 @@ def adam(case: Case, mll: gpytorch.mlls.MarginalLogLikelihood, steps: int, optim
     return epochs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mll_class", [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
 )
@@ -73,6 +74,7 @@ def test_warm_start_halves_the_epochs_of_pathwise_training() -> None:
     assert epochs["extrapolated"] < epochs["previous"]
 
 
+@pytest.mark.slow
 def test_lbfgs_with_frozen_probes_reaches_the_exact_optimum() -> None:
     reference, case = matern_case(100), matern_case(100)
 
@@ -291,6 +293,7 @@ def smooth_case(kernel: kernels.Kernel, dtype: torch.dtype, n: int = 400) -> Cas
     return Case(Regression(x, y, likelihood, kernels.ScaleKernel(kernel)).to(dtype), likelihood, x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probes", ["preconditioned", "rademacher"])
 @pytest.mark.parametrize("solver", [gpi.solvers.ConjugateGradients(), gpi.solvers.AlternatingProjections()])
 def test_smooth_data_train_at_the_defaults(probes: str, solver: gpi.solvers.Solver) -> None:

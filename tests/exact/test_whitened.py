@@ -66,6 +66,7 @@ def test_gradient_and_value_of_a_field_are_those_of_cholesky() -> None:
 FIXED_NOISE = torch.linspace(0.005, 0.05, 200).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_case", "max_sem"),
     [
@@ -174,6 +175,7 @@ def test_without_a_solver_neighbours_are_looked_at_once_a_low_rank_leaves_much(m
     assert default.report.iterations <= 3  # from a warm start
 
 
+@pytest.mark.slow
 def test_plain_loops_keep_their_neighbours_and_tolerances(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 neighbours on tiles, 30 with a far field, from the first step on."""
     monkeypatch.setattr("gpy_iterative.exact.base.MOST_LEFT", 1e-6)

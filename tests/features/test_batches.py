@@ -57,6 +57,7 @@ def step(mll: gpytorch.mlls.MarginalLogLikelihood, case: Case, indices: Tensor |
     return torch.cat([value.detach().reshape(1), *(p.grad.reshape(-1) for p in mll.parameters() if p.grad is not None)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", UNBIASED)
 @pytest.mark.parametrize("make", [fixed_noise_case, lambda: feature_case(KERNELS["deep"]())])
 def test_mean_over_all_single_rows_is_the_full_batch(method: str, make) -> None:
@@ -217,6 +218,7 @@ def test_rows_are_an_epoch() -> None:
     assert (counts / 3000 - 4 / 6).abs().max() < 4 * (4 / 6 * 2 / 6 / 3000) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("through_file", [False, True])
 def test_resume_is_bit_for_bit(method: str, through_file: bool) -> None:

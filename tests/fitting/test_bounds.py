@@ -57,6 +57,7 @@ def test_adam_holds_the_parameter_at_the_end_of_its_prior_alone() -> None:
     assert found["adam"] == pytest.approx(found["average_information"], abs=0.5 / 80)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "constraint", [GreaterThan(1e-4, transform=None), Interval(1e-4, 50.0, transform=None)], ids=["floor", "interval"]
 )

@@ -377,6 +377,7 @@ def test_a_resumed_fit_that_cannot_be_evaluated_leaves_the_parameters(method: An
     assert all(map(torch.equal, mll.parameters(), before))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("basis", ["random Fourier", "inducing points"])
 def test_a_resumed_quadruply_stochastic_fit_is_the_same(basis: str, tmp_path: Path) -> None:
     file, (x, y) = tmp_path / "run.pt", data(200)

@@ -463,6 +463,7 @@ def test_a_laplace_model_without_data_is_refused() -> None:
         quiet(mll)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_fit_whose_modes_are_not_found_is_no_optimum() -> None:
     """Counts of nine million in float32: the values stall where the modes fail."""

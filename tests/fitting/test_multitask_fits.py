@@ -21,6 +21,7 @@ class Coregionalised(gpytorch.models.ExactGP):
         return MultitaskMultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_global_noise", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_tasks_with_unequal_noises_are_fitted(seed: int, has_global_noise: bool) -> None:
@@ -89,6 +90,7 @@ class Opposites(gpytorch.models.ExactGP):
         return result.history[-1].value * self.train_targets.numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "noise", "start"), [(40, 0.1, [1.0, 0.5]), (60, 0.2, [3.0, 1.0]), (100, 0.1, [2.0, 1.0])]
 )

@@ -298,6 +298,7 @@ def test_elbo_gradient_in_a_subspace_is_its_derivative(name: str, kind: str) -> 
     assert_derivative(bound, problem.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [None, LaplaceNewton(max_rank=8)], ids=["dense", "newton"])
 def test_training_raises_the_bound(solver: LaplaceNewton | None) -> None:
     problem = case("poisson-log", n=15)

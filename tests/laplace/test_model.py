@@ -116,6 +116,7 @@ def test_predictions_take_the_covariance_actions_that_training_does_not() -> Non
     assert (narrow(x).variance / expected).mean() > 1.15
 
 
+@pytest.mark.slow
 def test_default_variances_of_many_counts_are_near_the_exact_ones() -> None:
     problem, x = map_of_counts(2100, 0.22), test_points()
     weights = problem.model.posterior(solver=LaplaceNewton(num_covariance_actions=0)).solution.value
@@ -417,6 +418,7 @@ def test_arguments_of_the_likelihood_are_replaced() -> None:
     torch.testing.assert_close(model.posterior(params=(exposure,))(test_points()).mean, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [None, LaplaceNewton()], ids=["dense", "newton"])
 def test_refinements_come_and_go(solver: LaplaceNewton | None) -> None:
     problem = case("softmax", n=20, solver=solver)

@@ -151,6 +151,7 @@ def test_kernels_of_gpytorch(device: torch.device) -> None:
     torch.testing.assert_close(found.cpu(), expected)
 
 
+@pytest.mark.slow
 def test_a_far_field(device: torch.device) -> None:
     def of(place: torch.device) -> RadialKernelLinearOperator:
         x = 9 * torch.rand(1500, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -63,6 +63,7 @@ def originals_of(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> list[
     return [x1, *kernel.parameters(), *([] if x2 is None else [x2])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("rectangular", [False, True])
 def test_products_and_derivatives_equal_the_dense_ones(name: str, rectangular: bool) -> None:

@@ -142,6 +142,7 @@ def iterations(operator: NoisyLinearOperator, preconditioner: Preconditioner) ->
     return solution.stats.iterations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

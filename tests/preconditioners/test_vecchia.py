@@ -185,6 +185,7 @@ def test_a_long_lengthscale_does_not_count_as_a_dimension() -> None:
     assert near[..., 0].abs().mean() < 0.1 * x[:, 0].std()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d", "lengthscale", "noise"), [(2, 0.2, 0.01), (2, 0.5, 0.001), (3, 0.5, 0.01)])
 def test_conjugate_gradients_take_far_fewer_iterations(d: int, lengthscale: float, noise: float) -> None:
     operator = field(plane(2000, d), lengthscale, noise, dtype=torch.float32)

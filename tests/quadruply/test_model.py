@@ -148,6 +148,7 @@ def test_inducing_points_at_the_data_have_the_exact_mean() -> None:
     torch.testing.assert_close(model(z).mean, exact, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_a_nystrom_model_by_natural_gradients() -> None:
     x, y = data(400)
     kernel, likelihood = kernel_2d().requires_grad_(False), gaussian_likelihood(NOISE).requires_grad_(False)

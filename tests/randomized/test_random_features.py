@@ -277,6 +277,7 @@ def test_exact_terms_of_float32_models_are_those_of_float64() -> None:
         torch.testing.assert_close(gradients[name].double(), gradient, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_bias_has_the_sign_that_the_paper_proves() -> None:
     """Few frequencies: on average the quadratic form is too large and the log-determinant too small."""
     case = rff_case(n=30)

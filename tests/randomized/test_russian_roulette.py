@@ -163,6 +163,7 @@ def test_value_and_gradient_are_unbiased_to_a_fortieth(options: dict) -> None:
         assert_mean_within(values, expected, max_sem=math.inf)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.VarianceWarning")
 def test_value_has_the_error_it_reports() -> None:
     case = smooth_case()
@@ -342,6 +343,7 @@ def adam(case: Case, mll: gpytorch.mlls.MarginalLogLikelihood, steps: int, rate:
     return optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.VarianceWarning")
 def test_training_ends_where_exact_gradients_end_and_truncated_training_does_not() -> None:
     ends = {}

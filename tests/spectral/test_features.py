@@ -87,6 +87,7 @@ def test_widened_draws_keep_the_kernel_and_see_short_distances(nu: float) -> Non
         assert max(map(abs, errors[False])) > 2 * max(map(abs, errors[True]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_frequencies", [3, 40])
 @pytest.mark.parametrize(
     "name", ["rational quadratic", "product", "product of sums", "spectral mixture", "coregionalised"]
@@ -98,6 +99,7 @@ def test_widened_draws_are_unbiased(name: str, num_frequencies: int) -> None:
     assert_mean_within(phi @ phi.mT, kernel(x).to_dense().detach(), max_sem=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factors", "dims", "lengthscale", "noise"),
     [(1, 1, 0.1, 1e-4), (1, 2, 0.3, 0.01), (1, 8, 2.0, 1e-4), (1, 20, 5.0, 0.01), (2, 2, 0.3, 0.01), (8, 8, 2.0, 1e-4)],

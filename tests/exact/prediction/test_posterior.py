@@ -129,6 +129,7 @@ def test_means_are_exact_to_a_part_of_the_noise(n: int, variance: float, toleran
     assert solver.tolerance == pytest.approx(tolerance, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_rounding_ends_the_default_solve_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with hundreds of thousands of rows in float32; a tolerance of the user's own warns."""
     index = torch.arange(4100, dtype=torch.float64)
@@ -147,6 +148,7 @@ def test_rounding_ends_the_default_solve_without_a_warning(monkeypatch: pytest.M
         PathwisePosterior(model, model.likelihood, products=KernelProducts(far_field=1e-3), exact_below=0)
 
 
+@pytest.mark.slow
 def test_means_are_exact_where_the_noise_is_small() -> None:
     """Noise over six orders of magnitude: its mean says nothing of the data that determine the posterior."""
     n = 3100
@@ -247,6 +249,7 @@ def test_batch_of_targets_on_one_kernel() -> None:
         torch.testing.assert_close(prediction.covariance_matrix, torch.stack([matrix for _, matrix in wanted]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["matern-3/2", "product", "deep", "batch", "multitask"])
 @pytest.mark.parametrize("solver", [Cholesky(), TIGHT])
 def test_gradients_flow_to_the_test_inputs_alone(name: str, solver: Cholesky | ConjugateGradients) -> None:

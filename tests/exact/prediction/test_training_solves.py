@@ -14,6 +14,7 @@ from tests.exact.gaussian_models import CASES, regression
 from tests.exact.prediction.test_posterior import held_out_points
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("updates", [1, 2])
 def test_paths_know_new_data_after_a_refresh(updates: int, moved: bool) -> None:

@@ -48,6 +48,7 @@ def test_the_true_error_of_a_smooth_kernel_has_the_tolerance(seed: int) -> None:
     assert true / 2 < field.error < 2 * true
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_measured_error_is_the_true_one_where_few_entries_make_it(seed: int) -> None:
     x = uniform(2000, seed)

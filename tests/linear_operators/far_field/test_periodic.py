@@ -50,6 +50,7 @@ def gradient(name: str, n: int, dtype: torch.dtype, far_field: float | None) -> 
 exact_gradient = cache(lambda name, n: gradient(name, n, torch.float64, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["periodic", "product"])
 @pytest.mark.parametrize(
     ("n", "dtype", "far_field"),

@@ -151,6 +151,7 @@ def test_a_coordinate_of_long_lengthscale_does_not_count() -> None:
     assert relative(operator @ v, dense(operator) @ v) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_many_columns_of_long_lengthscale_do_not_count(dtype: torch.dtype) -> None:
     """Their number was the power by which near proxies are preferred: skeletons missed the far points."""

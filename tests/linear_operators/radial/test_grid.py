@@ -214,6 +214,7 @@ class SpaceAndTime(gpytorch.models.ExactGP):
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
+@pytest.mark.slow
 def test_a_step_and_predictions_agree_with_the_dense_matrix() -> None:
     x = on_grid(60, 80, repeated=0)
     y = torch.sin(3 * x[:, 0]) + torch.cos(x[:, 2]) + 0.3 * random(len(x))

@@ -198,6 +198,7 @@ def assert_far_field(
     torch.testing.assert_close(derivatives(operator), derivatives(exact), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAR)
 def test_far_fields(name: str) -> None:
     kernel, n = FAR[name]().double(), 2000

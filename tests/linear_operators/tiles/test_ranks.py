@@ -163,6 +163,7 @@ def evaluated_tiles(group: Any) -> tuple[list[tuple[int, int]], list[tuple[int, 
     return of_product, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_each_tile_is_evaluated_on_one_rank_and_all_have_their_share(processes: Processes, size: int) -> None:
     every = {(i, j) for i in range(30) for j in range(i, 30)}
