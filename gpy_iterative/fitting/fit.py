@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from gpytorch.mlls import MarginalLogLikelihood
+from gpytorch.mlls import MarginalLogLikelihood, SumMarginalLogLikelihood
 
 from gpy_iterative.checks import check_count, check_params
 from gpy_iterative.errors import CheckpointError
@@ -89,9 +89,10 @@ def fit(
     if params and (batches is not None or start == "subsets"):
         raise ValueError("params= belong to all training data: take batches=None and start='current'.")
     if not isinstance(mll, Resumable):
+        advice = " Fit the members of the sum one by one." if isinstance(mll, SumMarginalLogLikelihood) else ""
         raise TypeError(
             "gpi.fit needs a marginal log likelihood of gpy_iterative such as gpi.mlls.HutchinsonMarginalLogLikelihood, "
-            f"got {type(mll).__name__}. Fit the members of a sum one by one."
+            f"got {type(mll).__name__}.{advice}"
         )
     check_hyperparameters(mll.named_parameters())
     # Before the choice, which changes buffers.

@@ -687,8 +687,11 @@ def test_other_marginal_log_likelihoods() -> None:
     mll = regression(20)
     stock = gpytorch.mlls.ExactMarginalLogLikelihood(mll.likelihood, mll.model)
     for other in (stock, mll.model):
-        with pytest.raises(TypeError, match="of gpy_iterative"):
+        with pytest.raises(TypeError, match=r"of gpy_iterative such as [^,]*, got \w*\.$"):
             gpi.fit(other)  # pyright: ignore[reportArgumentType]
+    models = gpytorch.models.IndependentModelList(mll.model)
+    with pytest.raises(TypeError, match=r"got SumMarginalLogLikelihood\. Fit the members of the sum one by one\."):
+        gpi.fit(gpytorch.mlls.SumMarginalLogLikelihood(models.likelihood, models))
 
 
 class LateFrequencies(gpytorch.kernels.RFFKernel):
