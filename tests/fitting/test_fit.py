@@ -683,6 +683,15 @@ def test_nothing_to_fit(method: str) -> None:
         quiet(regression(20).requires_grad_(False), method=method)
 
 
+@pytest.mark.parametrize("fit", [quiet, lambda mll: gpi.initialize_from_subsets(mll.model, mll.likelihood)])
+def test_active_dims_that_the_inputs_do_not_have(fit: Any) -> None:
+    """GPyTorch selects them itself; torch's error names neither the kernel nor its inputs."""
+    mll = regression(20)
+    mll.model.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(active_dims=[0, 7])).double()
+    with pytest.raises(ValueError, match=r"Kernel has active_dims=\[0, 7\], but its inputs have 3 columns"):
+        fit(mll)
+
+
 def test_other_marginal_log_likelihoods() -> None:
     mll = regression(20)
     stock = gpytorch.mlls.ExactMarginalLogLikelihood(mll.likelihood, mll.model)

@@ -143,3 +143,11 @@ def test_lengthscales_that_do_not_fit_the_inputs() -> None:
     ):
         with pytest.raises(ValueError, match="PeriodicKernel has ard_num_dims=2, but its inputs"):
             operator_of_kernel(kernel.double(), inputs(5), None, PRODUCTS)
+
+
+@pytest.mark.parametrize("dim", [3, -1])
+def test_active_dims_that_the_inputs_do_not_have(dim: int) -> None:
+    """Torch's error names neither the kernel nor its inputs."""
+    kernel = kernels.RBFKernel(active_dims=(0,)) + kernels.MaternKernel(active_dims=(1, dim))
+    with pytest.raises(ValueError, match=rf"MaternKernel has active_dims=\[1, {dim}\], but its inputs have 3 columns"):
+        operator_of_kernel(kernel.double(), inputs(5), None, PRODUCTS)
