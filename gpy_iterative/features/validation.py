@@ -38,7 +38,8 @@ def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Te
                 raise ValueError(
                     f"The model gives the first {size} data another mean or covariance beside other rows, or when they are "
                     "evaluated again: a layer depends on the batch, or on chance, which no marginal likelihood allows. "
-                    "Put such layers into evaluation mode after every model.train(), or take LayerNorm."
+                    "Put such layers into evaluation mode after every model.train(), or take LayerNorm; a "
+                    "GridInterpolationKernel needs grid_bounds= that hold all inputs."
                 )
 
 

@@ -181,5 +181,6 @@ def _missing(kernel: kernels.Kernel, where: str = "here") -> SpectralDensityMiss
     return SpectralDensityMissingError(
         f"{type(kernel).__name__} has no registered spectral density {where}, so no random features. Register one with "
         "gpy_iterative.spectral.register_spectral_density, or train with HutchinsonMarginalLogLikelihood (for small data "
-        "PathwiseMarginalLogLikelihood(prior='exact')) and draw with posterior(x).rsample()."
+        "PathwiseMarginalLogLikelihood(prior='exact')) and draw with posterior(x).rsample(). Quadruply stochastic models "
+        "take any kernel by a NystromBasis without a tail."
     )

@@ -288,6 +288,16 @@ def test_batch_normalisation_without_statistics_is_refused_in_every_mode() -> No
         MLLS[0](case.likelihood, case.model)
 
 
+def test_a_grid_that_follows_its_inputs_is_told_its_bounds() -> None:
+    options = {"grid_size": 10, "num_dims": 3}
+    make = lambda **bounds: feature_case(kernels.GridInterpolationKernel(kernels.RBFKernel(), **options | bounds), n=30)
+    case = make()
+    with pytest.raises(ValueError, match="GridInterpolationKernel needs grid_bounds= that hold all inputs"):
+        MLLS[-1](case.likelihood, case.model)(case.model(case.x), case.y)
+    case = make(grid_bounds=[(-5.0, 5.0)] * 3)
+    assert torch.isfinite(MLLS[-1](case.likelihood, case.model)(case.model(case.x), case.y))
+
+
 class Shifted(torch.nn.Module):
     """Of its batch's mean, or by chance."""
 

@@ -2,13 +2,15 @@
 
 import pickle
 import warnings
+from typing import Any
 
 import gpytorch
 import pytest
 import torch
+from gpytorch import kernels
 
 import gpy_iterative as gpi
-from gpy_iterative.errors import DataWarning, NonFiniteError, UnsupportedLikelihoodError
+from gpy_iterative.errors import DataWarning, NonFiniteError, SpectralDensityMissingError, UnsupportedLikelihoodError
 from gpy_iterative.mlls import QuadruplyStochasticELBO
 from gpy_iterative.models import (
     InducingPointBasis,
@@ -62,6 +64,31 @@ def test_parts_of_another_type() -> None:
     ):
         with pytest.raises(TypeError, match=message):
             call()
+
+
+@pytest.mark.parametrize(
+    "make_basis", [NystromBasis, InducingPointBasis, lambda kernel, _: RandomFourierBasis(kernel, 4)]
+)
+def test_kernels_of_several_outputs(make_basis: Any) -> None:
+    """The first step had an error about shapes."""
+    for kernel in (
+        kernels.MultitaskKernel(kernels.RBFKernel(ard_num_dims=2), 3),
+        kernels.RBFKernelGrad(ard_num_dims=2),
+    ):
+        with pytest.raises(
+            ValueError, match=f"one output, and {type(kernel).__name__} has several: .* with Hutchinson"
+        ):
+            make_basis(kernel, torch.rand(5, 2))
+
+
+@pytest.mark.parametrize("kernel", [kernels.LinearKernel(), kernels.RBFKernel() * kernels.LinearKernel()])
+def test_kernels_without_random_features_are_told_a_basis_that_takes_them(kernel: kernels.Kernel) -> None:
+    """Such kernels have few features, so the points' kernel matrix is singular, which an InducingPointBasis inverts."""
+    x = torch.rand(20, 2, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(SpectralDensityMissingError, match="NystromBasis without a tail"):
+        RandomFourierBasis(kernel, 4, num_dims=2)
+    head = NystromBasis(kernel, x).head_features(x)
+    torch.testing.assert_close(head @ head.mT, kernel(x).to_dense(), rtol=1e-3, atol=1e-4)
 
 
 def test_pytorch_does_not_warn_of_the_optimisers_sparse_gradients() -> None:

@@ -15,6 +15,12 @@ def check_kernel(kernel: Kernel) -> None:
         raise ValueError(
             f"A basis needs a kernel without batch shape, got {tuple(kernel.batch_shape)}: make one basis for each kernel."
         )
+    point = torch.zeros(1, 1, device="cpu")
+    if kernel.num_outputs_per_input(point, point) != 1:
+        raise ValueError(
+            f"A basis needs a kernel of one output, and {type(kernel).__name__} has several: take one model for each "
+            "output, or for correlated ones an exact model with HutchinsonMarginalLogLikelihood."
+        )
 
 
 class FeatureBasis(gpytorch.Module, ABC):

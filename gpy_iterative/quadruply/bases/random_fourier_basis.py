@@ -34,8 +34,8 @@ class FourierGroups(torch.nn.Module):
         for part in parts:
             if part.exact is not None:
                 raise SpectralDensityMissingError(
-                    f"{type(part.exact[0]).__name__} has no random Fourier features. Use InducingPointBasis, which takes "
-                    "any kernel."
+                    f"{type(part.exact[0]).__name__} has no random Fourier features. Use NystromBasis without a tail, "
+                    "which takes any kernel."
                 )
         self.group_size = 2 * len(parts)
         if num_features % self.group_size:
