@@ -8,6 +8,7 @@ from typing import Any
 import gpytorch
 import torch
 from gpytorch.distributions import MultivariateNormal
+from gpytorch.kernels import Kernel, RBFKernel, RFFKernel
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import SumLinearOperator
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from gpy_iterative.errors import DataWarning, warn
 from gpy_iterative.linear_operators.extensions import dense_rows, sum_terms
-from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
+from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, operator_of_kernel
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.prior_parts import kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
+from gpy_iterative.linear_operators.radial_inputs import active_inputs
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import TrainingSystem, prior_at
 
@@ -77,7 +80,7 @@ def warn_of_latent_model(model: Any) -> None:
 
 @torch.no_grad()
 def warn_of_mini_batches(model: Any, likelihood: gpytorch.likelihoods.Likelihood) -> None:
-    """For mini-batch methods. Cost: the mean at all data, and the variance at a thousand."""
+    """For mini-batch methods. Cost: the mean at all data, the variance at a thousand, and 64 rows of distances."""
     warn_of_model(model)
     inputs, targets = getattr(model, "train_inputs", None), getattr(model, "train_targets", None)
     if not inputs or targets is None or targets.dim() != 1 or len(targets) < 2:
@@ -87,11 +90,24 @@ def warn_of_mini_batches(model: Any, likelihood: gpytorch.likelihoods.Likelihood
     if not isinstance(likelihood, OF_LOCATION) or targets.shape != prior.mean.shape:
         return
     noise, some = likelihood.noise.expand(len(targets)), slice(None, None, -(-len(targets) // SOME_ROWS))
-    covariance = prior.lazy_covariance_matrix[some, some]
-    kernel = to_linear_operator(kernel_operator(covariance, KernelProducts(far_field=None)))
-    _warn(_equal_terms(kernel), _equal_rows(model, likelihood, noise))
+    covariance = prior.lazy_covariance_matrix
+    kernel = to_linear_operator(kernel_operator(covariance[some, some], KernelProducts(far_field=None)))
+    every = SumLinearOperator(*(_stationary(term.kernel, term.inputs) for term in kernel_terms(covariance)))
+    _warn(_equal_terms(kernel), _inputs_of_another_scale(every, inputs), _equal_rows(model, likelihood, noise))
     if (targets != targets[0]).any():
         _warn(_targets_of_another_scale(kernel._diagonal() + noise[some], targets - prior.mean))
+
+
+@torch.no_grad()
+def warn_of_inputs(kernel: Kernel, x: Tensor) -> None:
+    """For inputs [b, d] of data and of a basis' points."""
+    _warn(_inputs_of_another_scale(_stationary(kernel, active_inputs(kernel, x)), [x]))
+
+
+def _stationary(kernel: Kernel, inputs: Tensor) -> LinearOperator:
+    """With the RBFKernel that an RFFKernel approximates, whose own operator has features in place of inputs."""
+    copies = ModuleCopies(kind=lambda kind: RBFKernel if kind is RFFKernel else kind)
+    return operator_of_kernel(copies.of(kernel), inputs, None, KernelProducts(far_field=None))
 
 
 @torch.no_grad()

@@ -400,6 +400,15 @@ def test_targets_of_mini_batches(scale: float, shift: float, sentence: str | Non
     assert [each[: len(sentence or "")] for each in found] == ([] if sentence is None else [sentence])
 
 
+@pytest.mark.parametrize(
+    ("scale", "sentence"), [(1e-4, "Inputs that vary by only"), (1e3, "The nearest training inputs")]
+)
+def test_inputs_of_mini_batches(scale: float, sentence: str) -> None:
+    x, y = standardised(60, 3)
+    (found,) = mini_batch_advice(scale * x, y)
+    assert found.startswith(sentence)
+
+
 def test_the_variance_of_mini_batches_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows that are sorted, as by time: the first ones are not like the others."""
     monkeypatch.setattr(data_advice, "SOME_ROWS", 2)
