@@ -71,7 +71,9 @@ class Column:
         return [f"{self.name}={level or EMPTY}" for level in self._input_levels] or [self.name]
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.kind} {', '.join(level or EMPTY for level in self.levels)}".rstrip()
+        advice = next(filter(None, map(hint, self.levels)), "")  # such texts may be meant as numbers or dates
+        shown = f"{self.name}: {self.kind} {', '.join(level or EMPTY for level in self.levels)}".rstrip()
+        return f"{shown}.{advice}" if advice else shown
 
     @property
     def _input_levels(self) -> tuple[str, ...]:

@@ -57,6 +57,13 @@ def test_gaps_are_refused_or_their_rows_left_out(tmp_path: Path) -> None:
     assert data.inputs.isfinite().all()
 
 
+def test_numbers_and_dates_of_another_form_that_become_categories_are_told(tmp_path: Path) -> None:
+    table = homes() | {"area": ['"0,5"', "2", '"1,5"', "3"] * 20, "built": ["25/05/2019", "26/05/2019"] * 40}
+    lines = data_lines(read(tmp_path, table, "price", "district"), 70)
+    assert "  area: category 0,5, 1,5, 2, 3. Numbers need a decimal point." in lines
+    assert "  built: category 25/05/2019, 26/05/2019. Dates need the form 2019-05-25." in lines
+
+
 def test_a_gap_in_a_category_is_a_category(tmp_path: Path) -> None:
     table = homes()
     table["district"][0] = ""
