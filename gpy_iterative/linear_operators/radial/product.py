@@ -128,20 +128,26 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     def low_precision_copy(self) -> LinearOperator:
         """See `extensions.low_precision_copy`."""
-        change = lambda factor: factor.low_precision_copy()
-        return self._on_factors(change, products=self._native_products(), on_axes=self._on_axes)
+        return self._changed(lambda factor: factor.low_precision_copy(), partial(replace, precision="native"))
 
     def with_products(self, *, change: Callable[[KernelProducts], KernelProducts]) -> LinearOperator:
         """See `extensions.with_products`."""
-        on_axes = self._on_axes and replace(self._on_axes, products=change(self._on_axes.products))
-        change_factor = lambda factor: factor.with_products(change=change)
-        return self._on_factors(change_factor, products=change(self.products), on_axes=on_axes)
+        return self._changed(lambda factor: factor.with_products(change=change), change)
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
         """See `extensions.in_float64`."""
-        change = lambda factor: factor.in_float64(keeps_tiles=keeps_tiles)
-        products = self._of_new_tiles(keeps_tiles)["products"]
-        return self._on_factors(change, products=products, on_axes=self._on_axes)
+        memory = {} if keeps_tiles else {"cache_memory": 0}
+        return self._changed(
+            lambda factor: factor.in_float64(keeps_tiles=keeps_tiles), partial(replace, precision="native", **memory)
+        )
+
+    def _changed(
+        self,
+        change_factor: Callable[[RadialKernelLinearOperator], Any],
+        change: Callable[[KernelProducts], KernelProducts],
+    ) -> LinearOperator:
+        on_axes = self._on_axes and replace(self._on_axes, products=change(self._on_axes.products))
+        return self._on_factors(change_factor, products=change(self.products), on_axes=on_axes)
 
 
 class ProductByFactor(RadialKernelLinearOperator):

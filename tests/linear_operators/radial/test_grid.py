@@ -4,6 +4,7 @@ import gc
 import math
 import pickle
 import weakref
+from dataclasses import replace
 
 import gpytorch
 import pytest
@@ -146,6 +147,16 @@ def test_copies() -> None:
         assert sizes(copied) == sizes(operator)
         found = (copied @ vectors.to(copied.dtype)).double()
         torch.testing.assert_close(found, product, rtol=1e-4, atol=1e-4)
+
+
+def test_axes_have_the_products_of_a_copy() -> None:
+    """Without kept tiles a copy keeps none of the axes either; its precision is native."""
+    products = KernelProducts(tile_size=16, precision="float32")
+    operator = operator_of(made("two kernels of time"), on_grid(), products=products).detach()
+    for copied, memory in ((in_float64(operator, keeps_tiles=False), 0), (low_precision_copy(operator), None)):
+        assert isinstance(copied, RadialProductLinearOperator)
+        copied.tiles().product(slice(None), slice(None), torch.ones(copied.shape[-1], 1, dtype=copied.dtype))
+        assert copied._on_axes.products == replace(products, precision="native", cache_memory=memory)
 
 
 def test_an_operator_is_pickled_and_freed() -> None:
