@@ -133,10 +133,10 @@ ANGLE = 5.0
 SIGHTINGS = 2
 
 ADVICE = (
-    "The hyperparameters move as in a line search (L-BFGS), but value and gradient are separate random estimates, so the "
-    "search may stop anywhere and still report success. Use gpi.fit(mll), Adam (in BoTorch fit_gpytorch_mll(mll, "
-    "optimizer=fit_gpytorch_mll_torch, ...)), or for small data HutchinsonMarginalLogLikelihood(..., solver=Cholesky()), "
-    "which is exact."
+    "The hyperparameters move as in a line search (L-BFGS), but value and gradient are separate random estimates, or every "
+    "call takes another batch, so the search may stop anywhere and still report success. Use gpi.fit(mll), Adam (in "
+    "BoTorch fit_gpytorch_mll(mll, optimizer=fit_gpytorch_mll_torch, ...)), or for small data "
+    "HutchinsonMarginalLogLikelihood(..., solver=Cholesky()), which is exact."
 )
 
 

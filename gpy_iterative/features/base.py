@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gpy_iterative.changes import SeenData
 from gpy_iterative.checks import check_autocast, check_count, check_finite
-from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.exact.validation import check_fit, check_layers, check_likelihood
+from gpy_iterative.errors import NonFiniteError, VarianceWarning, warn
+from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_fit, check_layers, check_likelihood
 from gpy_iterative.features.validation import StandstillWatch, check_rows, checked_indices
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpacePrior, WeightSpaceProblem
@@ -95,6 +95,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self._seen: SeenData | None = None  # the run's data; None: those of the next call
         self._checked_modes: list[bool] = []
         self._standstill = StandstillWatch(type(self).__name__)
+        self._line_search: LineSearchWatch | None = LineSearchWatch()  # None once it has warned
         self._current_batch_size()
         self.num_features = self._count_features()
 
@@ -178,6 +179,9 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         logger.info("%s: %s", type(self).__name__, self.report)
         if torch.is_grad_enabled():
             self._standstill.see(list(self.parameters(recurse=False)), list(self.model.parameters()), trains)
+            if indices is None and self._line_search is not None and self._line_search.sees_search(self.model):
+                warn(ADVICE, VarianceWarning)
+                self._line_search = None
         return with_checked_gradient(result, self)
 
     def refresh(self) -> None:

@@ -1,5 +1,7 @@
 """Every refusal of a mini-batch method names its reason and leaves parameters and state as they were."""
 
+import warnings
+
 import gpytorch
 import pytest
 import torch
@@ -380,6 +382,26 @@ def test_an_optimiser_that_forgets_the_weights(method: str) -> None:
     train(case, mll, list(mll.parameters()))  # no warning
     with pytest.warns(BiasWarning, match=r"mll\.parameters\(\)"):
         train(case, mll, list(case.model.parameters()))
+
+
+@pytest.mark.parametrize("method", ["natural", "gradient"])
+def test_l_bfgs_is_warned_of_once(method: str) -> None:
+    """Its line search compares values of different batches, but those of given rows are of one."""
+    for indices in (torch.arange(8), None):
+        case, mll = started(method)
+        optimizer = torch.optim.LBFGS(mll.parameters(), lr=0.1, max_iter=8, line_search_fn="strong_wolfe")
+
+        def closure(case=case, mll=mll, optimizer=optimizer, indices=indices) -> Tensor:
+            optimizer.zero_grad()
+            loss = -mll(case.model(case.x), case.y, indices=indices)
+            loss.backward()
+            return loss
+
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                optimizer.step(closure)
+        assert sum("as in a line search" in str(each.message) for each in told) == (indices is None)
 
 
 @pytest.mark.parametrize("method", METHODS)
