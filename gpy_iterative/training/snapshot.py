@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import gpytorch
 import torch
-from gpytorch.kernels import GridInterpolationKernel
+from gpytorch.kernels import GridInterpolationKernel, Kernel
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import GP
 from torch import Tensor
@@ -127,7 +127,8 @@ def evaluation_copies(
 ) -> tuple[Model, Likelihood]:
     """Copies in evaluation mode, without GPyTorch's caches; without `copies` they share tensors.
 
-    In a model in evaluation mode, modules in training mode stay so.
+    In a model in evaluation mode, layers in training mode stay so. Kernels do not: GPyTorch's copies of an
+    InducingPointKernel are in training mode.
     """
     copies = ModuleCopies(own=_OWN, apart=True) if copies is None else copies
     model, likelihood = copies.of(model), copies.of(likelihood)
@@ -136,6 +137,8 @@ def evaluation_copies(
         vars(root).update({name: None for name in _RESULTS if name in vars(root)})
         if root.training:
             root.eval()
+        for kernel in filter(lambda module: isinstance(module, Kernel), root.modules()):
+            kernel.training = False
     return model, likelihood
 
 

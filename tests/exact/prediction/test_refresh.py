@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpytorch import kernels
 
+import gpy_iterative as gpi
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
 from tests.exact.gaussian_models import CASES, Case, Regression, data, regression
@@ -98,6 +99,17 @@ def test_caches_of_kernels_do_not_outlive_hyperparameters(
         torch.testing.assert_close(prediction.mean, mean, rtol=0, atol=1e-6)
         torch.testing.assert_close(prediction.covariance_matrix, covariance, rtol=0, atol=1e-6)
         posterior.install()
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")
+def test_copies_of_inducing_points_predict() -> None:
+    """GPyTorch's copy of an InducingPointKernel is in training mode, also in a model in evaluation mode."""
+    case, x = regression(induced()), held_out_points()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
+    mean = mll.posterior()(x).mean
+    copied = copy.deepcopy(mll)
+    assert not copied.model.training
+    torch.testing.assert_close(copied.posterior()(x).mean, mean)
 
 
 def test_attributes_are_compared_too() -> None:
