@@ -1,4 +1,5 @@
 import importlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ class HistoryRow:
     Attributes:
         step: 0 is the start.
         value: log marginal likelihood per datum (mean over a batch).
+        value_sem: its standard error; NaN if unknown, as of random features.
         left_to_gain: nats in total, with those that the probes hide; None for Adam.
         noise: error of `left_to_gain` from probe noise, in nats; None for Adam.
         step_length: largest move of a coordinate, in log units for positive parameters.
@@ -47,7 +49,9 @@ class HistoryRow:
     def __str__(self) -> str:
         left = "" if self.left_to_gain is None else f"  left {self.left_to_gain:9.3g} ± {self.noise:<7.2g}"
         epochs = "" if self.epochs is None else f"  {self.epochs:5.1f} epochs"
-        sem = "" if not self.value_sem else f" ± {self.value_sem:.1g}"
+        sem = (
+            "" if not self.value_sem else " error unknown" if math.isnan(self.value_sem) else f" ± {self.value_sem:.1g}"
+        )
         return f"{self.step:4d}  {self.value:9.4f}{sem}{left}  moved {self.step_length:5.2f}{epochs}  {self.seconds:6.2f} s"
 
 

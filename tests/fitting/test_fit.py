@@ -412,6 +412,19 @@ def test_adam_with_exact_values_stops_where_twenty_steps_gain_little() -> None:
     assert str(result.history[20]) not in printed
 
 
+def test_adam_with_values_of_unknown_error_says_so_and_does_not_claim_an_optimum() -> None:
+    """Random features draw a new value in every step, which was shown as if it were exact."""
+    like = regression(20)
+    like.model.covar_module.requires_grad_(False)
+    mll = gpi.mlls.SingleSampleRFFMarginalLogLikelihood(
+        like.likelihood, like.model, min_frequencies=3, frequency_step=1, max_frequencies=5, generator=0
+    )
+    result = quiet(mll, method="adam", max_steps=100)
+    assert result.status is FitStatus.NOISE
+    assert all(math.isnan(row.value_sem) for row in result.history)
+    assert f"{result.history[-1].value:.4f} error unknown  moved" in str(result)
+
+
 class Classes(gpi.models.IterativeLaplaceGP):
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         super().__init__(x, y, gpytorch.likelihoods.BernoulliLikelihood())

@@ -61,7 +61,7 @@ class AdamSteps:
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
 
     def step(self) -> tuple[float, float, float]:
-        """The value before the step, its standard error (0 if unknown), and the largest move.
+        """The value before the step, its standard error (NaN if unknown, 0 if the report has none), and the largest move.
 
         The first step moves parameters inside their bounds. Parameters outside a prior's support are moved back; a step
         that leaves the support of a joint prior is halved. Errors restore parameters and optimiser.
@@ -89,7 +89,7 @@ class AdamSteps:
         self._done += 1
         moves = [float((p.detach() - known).abs().max()) for p, known in zip(parameters, before, strict=True)]
         sem = getattr(self.mll.report, "value_sem", None)
-        return float(value.detach()), 0.0 if sem is None else float(sem.nan_to_num().mean()), max(moves)
+        return float(value.detach()), 0.0 if sem is None else float(sem.mean()), max(moves)
 
     @property
     def is_sampled(self) -> bool:
