@@ -49,9 +49,8 @@ class HistoryRow:
     def __str__(self) -> str:
         left = "" if self.left_to_gain is None else f"  left {self.left_to_gain:9.3g} ± {self.noise:<7.2g}"
         epochs = "" if self.epochs is None else f"  {self.epochs:5.1f} epochs"
-        sem = (
-            "" if not self.value_sem else " error unknown" if math.isnan(self.value_sem) else f" ± {self.value_sem:.1g}"
-        )
+        error = " error unknown" if math.isnan(self.value_sem) else f" ± {self.value_sem:.1g}"
+        sem = error if self.value_sem else ""
         return f"{self.step:4d}  {self.value:9.4f}{sem}{left}  moved {self.step_length:5.2f}{epochs}  {self.seconds:6.2f} s"
 
 
