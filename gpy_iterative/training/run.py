@@ -42,7 +42,8 @@ def stream_generator(seed: int, *stream: int) -> torch.Generator:
 class Run:
     """Position of the random numbers, and tensors by part and name.
 
-    The part `system` has the shape, dtype and device of H.
+    The part `system` has the shape, dtype and device of H. Exact methods add `probes`, `logdet`, `quadrature` and
+    `warm_start`, mini-batch methods `rows`, `counts`, `weights` and `parameters`.
     """
 
     position: Tensor  # of the generator

@@ -1,4 +1,4 @@
 """Likelihoods and their curvature for Laplace's method.
 
-Begin with `pointwise.py`. It may import what `laplace` may.
+Begin with `pointwise.py`; `stock.py` has GPyTorch's likelihoods. It may import what `laplace` may.
 """
