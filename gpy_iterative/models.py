@@ -7,10 +7,11 @@ from gpy_iterative.quadruply.bases.nystrom_basis import NystromBasis
 from gpy_iterative.quadruply.bases.random_fourier_basis import RandomFourierBasis
 from gpy_iterative.quadruply.bases.relevance_vector_basis import RelevanceVectorBasis, prune_relevance_vectors
 from gpy_iterative.quadruply.feature_weights import FeatureWeights
-from gpy_iterative.quadruply.model import QuadruplyStochasticGP
+from gpy_iterative.quadruply.model import DeferredPrediction, QuadruplyStochasticGP
 from gpy_iterative.quadruply.optimizers import HeadNaturalGradient, QuadruplyStochasticOptimizer
 
 __all__ = [
+    "DeferredPrediction",
     "FeatureBasis",
     "FeatureWeights",
     "HeadNaturalGradient",

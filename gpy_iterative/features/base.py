@@ -179,7 +179,8 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         logger.info("%s: %s", type(self).__name__, self.report)
         if torch.is_grad_enabled():
             self._standstill.see(list(self.parameters(recurse=False)), list(self.model.parameters()), trains)
-            if indices is None and self._line_search is not None and self._line_search.sees_search(self.model):
+            is_sampled = indices is None and size < num_data
+            if is_sampled and self._line_search is not None and self._line_search.sees_search(self.model):
                 warn(ADVICE, VarianceWarning)
                 self._line_search = None
         return with_checked_gradient(result, self)

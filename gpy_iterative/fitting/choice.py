@@ -11,7 +11,7 @@ from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
 from gpy_iterative.fitting.steps.directional import directional_product
 from gpy_iterative.fitting.steps.quasi_newton import HasExactValues
 from gpy_iterative.training.likelihood_params import likelihood_arguments
-from gpy_iterative.training.training_system import TrainingSystem, check_has_data, prior_at, to_training_mode
+from gpy_iterative.training.training_system import TrainingSystem, check_has_data, to_training_mode
 
 Method = Literal["auto", "average_information", "quasi_newton", "adam"]
 
@@ -80,6 +80,6 @@ def system_now(mll: GaussianMarginalLogLikelihood, params: Sequence[Any] = ()) -
     model: Any = mll.model
     check_has_data(model)
     to_training_mode(mll, model, mll.likelihood)
-    prior, targets = prior_at(model, list(model.train_inputs)), model.train_targets
+    prior, targets = model(*model.train_inputs), model.train_targets
     arguments = likelihood_arguments(mll, params)
     return checked_system(mll.likelihood, model, prior, targets, arguments, {}, products=mll.products)

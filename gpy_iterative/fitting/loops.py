@@ -17,7 +17,17 @@ from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estim
 from gpy_iterative.fitting.steps.adam import AdamSteps
 from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point, Step
-from gpy_iterative.fitting.stopping import CLEAR, LEFT, NEAR, NOISE, FitStatus, has_converged, has_stalled, is_drowned
+from gpy_iterative.fitting.stopping import (
+    CLEAR,
+    LEFT,
+    NEAR,
+    NOISE,
+    FitStatus,
+    has_converged,
+    has_stalled,
+    is_drowned,
+    scatter,
+)
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
 from gpy_iterative.training.progress import Progress, reporting
 from gpy_iterative.training.training_system import to_training_mode
@@ -259,13 +269,16 @@ class AdamLoop(Loop):
         value, sem, length = self._optimiser.step()
         epochs, self.steps = getattr(self.mll.report, "epochs", None), self.steps + 1
         self.history.append(HistoryRow(self.steps, value, sem, None, None, length, epochs, time.perf_counter() - start))
-        values = [row.value for row in self.history]
-        if not self._optimiser.is_sampled and has_stalled(values, LEFT / self.mll.model.train_targets.numel()):
+        if self._optimiser.is_sampled:
+            return None
+        values, least = [row.value for row in self.history], LEFT / self.mll.model.train_targets.numel()
+        if has_stalled(values, least):
             if any(each.at_bound for each in self.hyperparameters()):
                 return FitStatus.BOUND
             if getattr(self.mll.report, "status", SolveStatus.CONVERGED) not in SOLVED:
                 return FitStatus.STAGNATED
-            return FitStatus.NOISE if sem else FitStatus.CONVERGED
+            is_noisy = scatter(values) > least if math.isnan(sem) else sem > 0
+            return FitStatus.NOISE if is_noisy else FitStatus.CONVERGED
         return None
 
     def state(self) -> dict[str, Any]:

@@ -71,9 +71,18 @@ def has_stalled(values: Sequence[float], least: float) -> bool:
     recent = values[-PATIENCE - SMOOTHED :]
     if len(values) < PATIENCE + 2 * SMOOTHED:
         return False
-    mean = lambda part: sum(part) / len(part)
-    # Differences of neighbours: a trend adds little, noise its variance twice.
-    variance = mean([(b - a) ** 2 for a, b in pairwise(recent)]) / 2
-    limit = max(math.sqrt(2 * variance / SMOOTHED), least)
-    smoothed = [mean(recent[start : start + SMOOTHED]) for start in range(0, len(recent), SMOOTHED)]
+    limit = max(scatter(values), least)
+    smoothed = [_mean(recent[start : start + SMOOTHED]) for start in range(0, len(recent), SMOOTHED)]
     return smoothed[-1] - min(smoothed) < limit and max(smoothed) - min(smoothed) < STEADY * limit
+
+
+def scatter(values: Sequence[float]) -> float:
+    """Standard error of a difference of smoothed values, from recent neighbours: noise adds its variance twice to the
+    squares of their differences, a trend little.
+    """
+    squares = [(b - a) ** 2 for a, b in pairwise(values[-PATIENCE - SMOOTHED :])]
+    return math.sqrt(_mean(squares) / SMOOTHED)
+
+
+def _mean(part: Sequence[float]) -> float:
+    return sum(part) / len(part)

@@ -20,7 +20,7 @@ from gpy_iterative.fitting.steps.points import Assessment
 from gpy_iterative.random_numbers import integers, permutation
 from gpy_iterative.training.progress import Progress, check_progress, reporting
 from gpy_iterative.training.run import make_generator
-from gpy_iterative.training.training_system import check_has_data, check_inputs, prior_at, to_training_mode
+from gpy_iterative.training.training_system import check_has_data, check_inputs, to_training_mode
 from gpy_iterative.worker_threads import CPU
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def _of_rows(
     inputs = tuple(x[rows] for x in model.train_inputs)
     model.set_train_data(inputs, strict=False)
     with torch.no_grad():  # for the prior's layout
-        data_dim = targets.dim() - len(prior_at(model, list(inputs)).event_shape)
+        data_dim = targets.dim() - len(model(*inputs).event_shape)
     model.set_train_data(targets=targets.index_select(data_dim, rows), strict=False)
     if isinstance(likelihood, FixedNoiseGaussianLikelihood):
         likelihood.noise = likelihood.noise_covar.noise[..., rows]

@@ -159,17 +159,12 @@ def active_inputs(kernel: kernels.Kernel, x: Inputs) -> Inputs:
     """The kernel's active columns [*b, n, d] of x [*b, n, D], or None. Raises ValueError if x has no such column."""
     if x is None or kernel.active_dims is None:
         return x
-    check_active_dims(kernel, x.shape[-1])
-    return x.index_select(-1, kernel.active_dims)
-
-
-def check_active_dims(kernel: kernels.Kernel, size: int) -> None:
-    """Raises ValueError if a kernel of inputs with `size` columns takes one that they do not have."""
-    dims = [] if kernel.active_dims is None else kernel.active_dims.tolist()
+    dims, size = kernel.active_dims.tolist(), x.shape[-1]
     if any(not 0 <= dim < size for dim in dims):
         raise ValueError(
             f"{type(kernel).__name__} has active_dims={dims}, but its inputs have {size} columns, which count from 0."
         )
+    return x.index_select(-1, kernel.active_dims)
 
 
 def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> bool:

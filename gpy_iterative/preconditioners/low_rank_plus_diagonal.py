@@ -11,7 +11,7 @@ from torch import Tensor
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.preconditioners.preconditioner import PreconditionerRecipe, SampledPreconditioner
 
-#: Columns up to which vectors are multiplied faster as rows in float32; in float64 they always are.
+#: Columns up to which vectors are multiplied faster as rows in float32; in float64 large matrices mostly do.
 FEW_COLUMNS = 8
 #: Rows multiplied, and columns of I + W^T W computed, at a time.
 CHUNK = 4096

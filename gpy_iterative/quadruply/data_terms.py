@@ -15,12 +15,11 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from torch import Tensor
 
 from gpy_iterative.errors import ApproximationWarning, warn
-from gpy_iterative.quadruply.bases.inducing_point_basis import KernelFunctionBasis
 from gpy_iterative.quadruply.bases.nystrom_basis import NystromBasis
 from gpy_iterative.quadruply.feature_weights import FeatureWeights
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.samples import Head, KnownValues, Sample
-from gpy_iterative.training.data_advice import warn_of_inputs, warn_of_targets
+from gpy_iterative.training.data_advice import warn_of_targets
 from gpy_iterative.training.likelihood_forms import expected_log_prob
 
 #: Rows that tell the scale of targets.
@@ -201,8 +200,6 @@ def initialization_undone(weights: FeatureWeights, *, always: bool) -> Iterator[
 
 @torch.no_grad()
 def warn_of_scale(model: QuadruplyStochasticGP, rows: Rows) -> None:
-    if isinstance(model.basis, KernelFunctionBasis):
-        warn_of_inputs(model.basis.kernel, torch.cat([rows.x, model.basis.points]))
     is_known = rows.noise is not None and model.basis.knows_group_variance
     is_known = is_known and len(rows.target) >= LEAST_ROWS
     if is_known and (rows.target != rows.target[0]).any():  # a batch may have equal targets

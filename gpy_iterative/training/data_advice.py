@@ -23,7 +23,6 @@ from gpy_iterative.linear_operators.prior_parts import kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
-from gpy_iterative.linear_operators.radial_inputs import active_inputs
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import TrainingSystem, prior_at
 
@@ -96,12 +95,6 @@ def warn_of_mini_batches(model: Any, likelihood: gpytorch.likelihoods.Likelihood
     _warn(_equal_terms(kernel), _inputs_of_another_scale(every, inputs), _equal_rows(model, likelihood, noise))
     if (targets != targets[0]).any():
         _warn(_targets_of_another_scale(kernel._diagonal() + noise[some], targets - prior.mean))
-
-
-@torch.no_grad()
-def warn_of_inputs(kernel: Kernel, x: Tensor) -> None:
-    """For inputs [b, d] of data and of a basis' points."""
-    _warn(_inputs_of_another_scale(_stationary(kernel, active_inputs(kernel, x)), [x]))
 
 
 def _stationary(kernel: Kernel, inputs: Tensor) -> LinearOperator:

@@ -7,7 +7,6 @@ from typing import Any
 import gpytorch
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
@@ -23,7 +22,6 @@ from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import FAR_FIELD_ROWS, KernelProducts
-from gpy_iterative.linear_operators.radial_inputs import check_active_dims
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.preconditioners.task_noise import of_independent_noise
 
@@ -220,12 +218,7 @@ def linear_system(
 def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
     """The prior, without the conditioning of evaluation mode. Raises TypeError or ValueError."""
     with GPYTORCH_SETTINGS:  # another thread's settings would make GPyTorch evaluate the kernel
-        try:
-            prior = gpytorch.Module.__call__(model, *inputs)
-        except (IndexError, RuntimeError):  # torch's names neither the kernel nor its inputs
-            for kernel in filter(lambda module: isinstance(module, Kernel), model.modules()):
-                check_active_dims(kernel, max(x.shape[-1] for x in inputs))
-            raise
+        prior = gpytorch.Module.__call__(model, *inputs)
     if not isinstance(prior, MultivariateNormal):
         raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
     if isinstance(prior, MultitaskMultivariateNormal) and not prior._interleaved:

@@ -404,6 +404,22 @@ def test_l_bfgs_is_warned_of_once(method: str) -> None:
         assert sum("as in a line search" in str(each.message) for each in told) == (indices is None)
 
 
+def test_l_bfgs_on_all_rows_at_once_is_not_warned_of() -> None:
+    case = feature_case(KERNELS["fourier"]())
+    mll = gpi.mlls.MinibatchMarginalLogLikelihood(case.likelihood, case.model, batch_size=len(case.y), generator=0)
+    optimizer = torch.optim.LBFGS(case.model.parameters(), lr=0.1, max_iter=8, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = -mll(case.model(case.x), case.y)
+        loss.backward()
+        return loss
+
+    before = closure().item()
+    optimizer.step(closure)
+    assert closure().item() < before
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_training_in_evaluation_mode(method: str) -> None:
     """Such as BoTorch leaves behind; the usual `model.train()` does not reach the marginal log likelihood."""

@@ -425,6 +425,16 @@ def test_adam_with_values_of_unknown_error_says_so_and_does_not_claim_an_optimum
     assert f"{result.history[-1].value:.4f} error unknown  moved" in str(result)
 
 
+def test_adam_with_fixed_random_features_ends_at_their_optimum() -> None:
+    like = regression(40)
+    mll = gpi.mlls.RFFMarginalLogLikelihood(
+        like.likelihood, like.model, num_frequencies=20, resample=False, generator=0
+    )
+    result = quiet(mll, method="adam")
+    assert result.status in (FitStatus.CONVERGED, FitStatus.BOUND)
+    assert "error unknown" in str(result)
+
+
 class Classes(gpi.models.IterativeLaplaceGP):
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         super().__init__(x, y, gpytorch.likelihoods.BernoulliLikelihood())
@@ -694,15 +704,6 @@ def test_a_model_without_training_data_is_told_a_call_that_works() -> None:
 def test_nothing_to_fit(method: str) -> None:
     with pytest.raises(ValueError, match="nothing to fit"):
         quiet(regression(20).requires_grad_(False), method=method)
-
-
-@pytest.mark.parametrize("fit", [quiet, lambda mll: gpi.initialize_from_subsets(mll.model, mll.likelihood)])
-def test_active_dims_that_the_inputs_do_not_have(fit: Any) -> None:
-    """GPyTorch selects them itself; torch's error names neither the kernel nor its inputs."""
-    mll = regression(20)
-    mll.model.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(active_dims=[0, 7])).double()
-    with pytest.raises(ValueError, match=r"Kernel has active_dims=\[0, 7\], but its inputs have 3 columns"):
-        fit(mll)
 
 
 def test_other_marginal_log_likelihoods() -> None:

@@ -18,7 +18,6 @@ from gpy_iterative.models import (
     QuadruplyStochasticGP,
     QuadruplyStochasticOptimizer,
     RandomFourierBasis,
-    RelevanceVectorBasis,
 )
 from tests.quadruply.quadruply_models import fourier_problem, gaussian_likelihood, known_latent
 
@@ -376,20 +375,6 @@ def test_the_first_step_warns_of_targets_of_another_scale(scale: float, shift: f
         mll(each(x), y)
         each.weights.initialized.fill_(0)
         mll(each(x), torch.zeros_like(y))  # as in a batch of rare events
-
-
-@pytest.mark.parametrize("basis", [NystromBasis, InducingPointBasis, RelevanceVectorBasis])
-@pytest.mark.parametrize(("scale", "sentence"), [(1e3, "nearest training inputs"), (1e-5, "constant to the kernel")])
-def test_the_first_step_warns_of_inputs_of_another_scale(basis: Any, scale: float, sentence: str) -> None:
-    """Features of points that are far from all data vanish: the model is its mean."""
-    x = scale * torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
-    y = torch.randn(60, generator=torch.Generator().manual_seed(1))
-    kernel = kernels.ScaleKernel(kernels.RBFKernel(active_dims=(0, 2))).requires_grad_(False)
-    model = QuadruplyStochasticGP(basis(kernel, x[:10]))
-    mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2).float(), model, generator=0)
-    with pytest.warns(DataWarning, match=sentence):
-        mll(model(x), y)
-    mll(model(x), y)
 
 
 @pytest.mark.parametrize("columns", [1, 3])
