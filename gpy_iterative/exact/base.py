@@ -17,7 +17,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_autocast, check_instance
-from gpy_iterative.errors import DataWarning, VarianceWarning, warn
+from gpy_iterative.errors import DataWarning, warn
 from gpy_iterative.exact.control_variate import MOST_INPUTS, ControlVariate
 from gpy_iterative.exact.estimates import (
     DensityEstimate,
@@ -31,7 +31,7 @@ from gpy_iterative.exact.estimates import (
 )
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior
 from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes, Whitened, suited_to
-from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_likelihood, checked_system
+from gpy_iterative.exact.validation import LineSearchWatch, check_likelihood, checked_system
 from gpy_iterative.linear_operators.extensions import kernel_inputs
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
@@ -105,7 +105,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self._run = Run.begin(generator)
         self._cache = TileCache()
         self.warned_of: set[SolveStatus] = set()
-        # None for smooth functions, and once it has warned.
+        # None for smooth functions.
         self._line_search: LineSearchWatch | None = LineSearchWatch()
 
     @abstractmethod
@@ -132,9 +132,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         """
         evaluation = self.evaluate(function_dist, target, *params, **kwargs)
         has_separate_gradient = bool((evaluation.estimate.value_sem != 0).any())
-        if self._line_search is not None and has_separate_gradient and self._line_search.sees_search(self.model):
-            warn(ADVICE, VarianceWarning)
-            self._line_search = None
+        if self._line_search is not None and has_separate_gradient:
+            self._line_search.see(self.model)
         return evaluation.value
 
     def evaluate(self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any) -> Evaluation:

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from gpy_iterative.checks import check_finite, check_same_kind
-from gpy_iterative.errors import UnsupportedLikelihoodError
+from gpy_iterative.errors import UnsupportedLikelihoodError, VarianceWarning, warn
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
@@ -141,17 +141,18 @@ ADVICE = (
 
 
 class LineSearchWatch:
-    """A line search steps back on the same line; Adam, momentum and gradient descent do not."""
+    """Warns once of a line search: it steps back on the same line; Adam, momentum and gradient descent do not."""
 
     def __init__(self) -> None:
         self._points: list[Tensor] = []  # the last three
         self._sightings = 0
 
     @torch.no_grad()
-    def sees_search(self, model: ExactGP) -> bool:
+    def see(self, model: ExactGP) -> None:
+        """Call it at every step."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not parameters:
-            return False
+        if not parameters or self._sightings >= SIGHTINGS:
+            return
         point = torch.cat([parameter.reshape(-1).double() for parameter in parameters])
         known = [before.to(point.device) for before in self._points[-2:] if before.shape == point.shape]
         self._points = [*known, point]
@@ -160,4 +161,6 @@ class LineSearchWatch:
             has_lines = int(((first != 0) | (second != 0)).sum()) > 1  # one always moves on a line
             gap = (first / first.norm() + second / second.norm()).norm()  # NaN is no sighting
             self._sightings += has_lines and bool(gap < ANGLE * torch.finfo(parameters[0].dtype).eps ** 0.5)
-        return self._sightings >= SIGHTINGS
+        if self._sightings >= SIGHTINGS:
+            self._points = []
+            warn(ADVICE, VarianceWarning)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gpy_iterative.changes import SeenData
 from gpy_iterative.checks import check_autocast, check_count, check_finite
-from gpy_iterative.errors import NonFiniteError, VarianceWarning, warn
-from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_fit, check_layers, check_likelihood
+from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.exact.validation import LineSearchWatch, check_fit, check_layers, check_likelihood
 from gpy_iterative.features.validation import StandstillWatch, check_rows, checked_indices
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpacePrior, WeightSpaceProblem
@@ -95,7 +95,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self._seen: SeenData | None = None  # the run's data; None: those of the next call
         self._checked_modes: list[bool] = []
         self._standstill = StandstillWatch(type(self).__name__)
-        self._line_search: LineSearchWatch | None = LineSearchWatch()  # None once it has warned
+        self._line_search = LineSearchWatch()
         self._current_batch_size()
         self.num_features = self._count_features()
 
@@ -179,10 +179,8 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         logger.info("%s: %s", type(self).__name__, self.report)
         if torch.is_grad_enabled():
             self._standstill.see(list(self.parameters(recurse=False)), list(self.model.parameters()), trains)
-            is_sampled = indices is None and size < num_data
-            if is_sampled and self._line_search is not None and self._line_search.sees_search(self.model):
-                warn(ADVICE, VarianceWarning)
-                self._line_search = None
+            if indices is None and size < num_data:
+                self._line_search.see(self.model)
         return with_checked_gradient(result, self)
 
     def refresh(self) -> None:
