@@ -162,8 +162,7 @@ def _estimate(
 ) -> ObjectiveEstimate:
     def expected_log_prob() -> Tensor:
         roots, total = _roots(posterior.blocks, problem.scale), torch.zeros_like(problem.scale[0])
-        for nodes, weights in _nodes(posterior.means):
-            samples = posterior.means + _moved(roots, nodes)
+        for samples, _, weights in _samples(posterior.means, roots):
             total = total + weights @ problem.likelihood.log_probs(samples).sum(-1)
         return total
 
@@ -264,10 +263,9 @@ def _expectation(
         covariance = blocks.detach().clone().requires_grad_()
         roots = _roots(covariance, scale)
     value, gradient, of_roots = means.new_zeros(()), torch.zeros_like(means), torch.zeros_like(roots)
-    for nodes, weights in _nodes(means):
+    for samples, nodes, weights in _samples(means, roots.detach()):
         with torch.enable_grad():
-            samples = (means + _moved(roots.detach(), nodes)).requires_grad_()
-            average = weights @ likelihood.log_probs(samples).sum(-1)
+            average = weights @ likelihood.log_probs(samples.requires_grad_()).sum(-1)
             (slopes,) = torch.autograd.grad(average, samples)
         value, gradient = value + average.detach(), gradient + slopes.sum(0)
         of_roots = of_roots + torch.einsum("knc,kd->ncd", slopes, nodes)
@@ -288,16 +286,12 @@ def _roots(blocks: Tensor, scale: Tensor) -> Tensor:
     return factor
 
 
-def _nodes(means: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some nodes [k, C] and weights [k] at a time."""
+def _samples(means: Tensor, roots: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Some values of f [k, n, C] at a time, their nodes [k, C] and weights [k]."""
     nodes, weights = (part.to(means) for part in normal_rule(means.shape[-1]))
     count = max(SAMPLED_LATENTS // means.numel(), 1)
-    return zip(nodes.split(count), weights.split(count), strict=True)
-
-
-def _moved(roots: Tensor, nodes: Tensor) -> Tensor:
-    """Roots [n, C, C] times nodes [k, C]: [k, n, C]."""
-    return torch.einsum("ncd,kd->knc", roots, nodes)
+    for some, of_some in zip(nodes.split(count), weights.split(count), strict=True):
+        yield means + torch.einsum("ncd,kd->knc", roots, some), some, of_some
 
 
 def _variances(blocks: Tensor) -> Tensor:
