@@ -1,7 +1,7 @@
 """Options of products with kernel matrices."""
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -137,6 +137,10 @@ class KernelProducts:
                 "precision='float32' is for float64 inputs, and these are float32 already: use precision='native', or "
                 "convert model and data to float64."
             )
+
+    def native(self, *, keeps_tiles: bool = True) -> "KernelProducts":
+        """The same in the inputs' dtype, also inside solves."""
+        return replace(self, precision="native", cache_memory=self.cache_memory if keeps_tiles else 0)
 
     def may_have_far_field(self, inputs: Tensor) -> bool:
         """Whether a symmetric matrix of inputs [n, d] may have a far field."""

@@ -128,7 +128,7 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     def low_precision_copy(self) -> LinearOperator:
         """See `extensions.low_precision_copy`."""
-        return self._changed(lambda factor: factor.low_precision_copy(), partial(replace, precision="native"))
+        return self._changed(lambda factor: factor.low_precision_copy(), KernelProducts.native)
 
     def with_products(self, *, change: Callable[[KernelProducts], KernelProducts]) -> LinearOperator:
         """See `extensions.with_products`."""
@@ -136,10 +136,8 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
         """See `extensions.in_float64`."""
-        memory = {} if keeps_tiles else {"cache_memory": 0}
-        return self._changed(
-            lambda factor: factor.in_float64(keeps_tiles=keeps_tiles), partial(replace, precision="native", **memory)
-        )
+        native = lambda products: products.native(keeps_tiles=keeps_tiles)
+        return self._changed(lambda factor: factor.in_float64(keeps_tiles=keeps_tiles), native)
 
     def _changed(
         self,

@@ -1,7 +1,6 @@
 """Linear operators made of tiles."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -153,7 +152,7 @@ class TiledLinearOperator(LinearOperator):
     def low_precision_copy(self) -> LinearOperator:
         self.products.check(self.dtype)
         lower = lambda part: self.cache.in_float32(part) if torch.is_tensor(part) else part
-        return rebuilt(self, lower, products=self._native_products(), cache=self.cache.low_precision)
+        return rebuilt(self, lower, products=self.products.native(), cache=self.cache.low_precision)
 
     def with_products(self, *, change: Callable[[KernelProducts], KernelProducts]) -> LinearOperator:
         changed = change(self.products)
@@ -164,13 +163,8 @@ class TiledLinearOperator(LinearOperator):
         return rebuilt(self, double, **self._of_new_tiles(keeps_tiles))
 
     def _of_new_tiles(self, keeps_tiles: bool) -> dict[str, Any]:
-        products = self._native_products()
-        if keeps_tiles:
-            return {"products": products}
-        return {"products": replace(products, cache_memory=0), "cache": TileCache()}
-
-    def _native_products(self) -> KernelProducts:
-        return replace(self.products, precision="native")
+        changes: dict[str, Any] = {"products": self.products.native(keeps_tiles=keeps_tiles)}
+        return changes if keeps_tiles else changes | {"cache": TileCache()}
 
 
 def viewed(part: Any) -> Any:
