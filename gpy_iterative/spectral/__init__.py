@@ -3,12 +3,7 @@
 It may import `linear_operators` and below.
 """
 
-from gpy_iterative.spectral.densities import (
-    Draws,
-    SpectralDensity,
-    register_spectral_density,
-    spectral_density,
-)
+from gpy_iterative.spectral.densities import Draws, SpectralDensity, register_spectral_density, spectral_density
 from gpy_iterative.spectral.features import RandomFourierFeatures
 
 __all__ = [
