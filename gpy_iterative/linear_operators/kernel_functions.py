@@ -8,12 +8,12 @@ import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import gpytorch
 import torch
-from gpytorch.kernels import AdditiveKernel, CylindricalKernel, Kernel
+from gpytorch.kernels import AdditiveKernel, CylindricalKernel, Kernel, ProductKernel
 from gpytorch.kernels.keops.keops_kernel import KeOpsKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator, to_dense, to_linear_operator
@@ -67,10 +67,18 @@ class _EagerSum(AdditiveKernel):
         return SumLinearOperator(*(to_linear_operator(kernel(x1, x2, **params)) for kernel in self.kernels))
 
 
+class _EagerProduct(ProductKernel):
+    """A product without linear_operator's, of Cholesky factors: factors may be singular, or not positive definite."""
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
+        return reduce(torch.mul, (to_dense(kernel(x1, x2, diag=diag, **params)) for kernel in self.kernels))
+
+
 @cache
 def _eager(kind: type[Kernel]) -> type[Kernel]:
-    if kind.forward is AdditiveKernel.forward:
-        return types.new_class(kind.__name__, (_EagerSum, kind, _Eager))
+    for base, own in ((AdditiveKernel, _EagerSum), (ProductKernel, _EagerProduct)):
+        if kind.forward is base.forward:
+            return types.new_class(kind.__name__, (own, kind, _Eager))
     return types.new_class(kind.__name__, (kind, _Eager))  # a kernel's own `__call__` comes first
 
 

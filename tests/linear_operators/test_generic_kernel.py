@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts, generic_kernel
 from gpy_iterative.linear_operators.extensions import in_float64, rows_matmul
-from gpy_iterative.linear_operators.kernel_functions import kernel_matrix
+from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal, kernel_matrix
 from gpy_iterative.linear_operators.tiles import tiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.worker_threads import ByDevice
@@ -114,6 +114,16 @@ def test_a_low_rank_term_leaves_the_terms_before_it_unfactorised(recwarn: pytest
     tiled = GenericKernelLinearOperator.of_kernel(cosine + linear + linear, x, products=KernelProducts(tile_size=7))
     assert torch.allclose(tiled.to_dense(), expected)
     assert not recwarn
+
+
+def test_a_product_of_factors_that_are_not_positive_definite() -> None:
+    # linear_operator's own multiplies Cholesky factors, with jitter, of sums with a low rank.
+    factors = kernels.LinearKernel() + kernels.CosineKernel(), kernels.RBFKernel() + kernels.ConstantKernel()
+    kernel, x = kernels.ProductKernel(*factors).double(), inputs(40, 2)
+    wanted = torch.stack([factor(x).to_dense() for factor in factors]).prod(0)
+
+    torch.testing.assert_close(kernel_matrix(kernel, x, x), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(kernel_diagonal(kernel, x), wanted.diagonal(), rtol=1e-12, atol=1e-12)
 
 
 def test_aligned_slices_of_a_multi_output_kernel_stay_free_of_the_matrix() -> None:
