@@ -1,27 +1,47 @@
 """Russian-roulette conjugate gradients, and their biased baseline."""
 
+import dataclasses
+import itertools
 import math
+import time
 from typing import Literal
 
 import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
+from linear_operator import LinearOperator
+from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_flag, check_fraction, check_instance
 from gpy_iterative.errors import BiasWarning, VarianceWarning, warn
-from gpy_iterative.exact.estimates import Estimate
+from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
+from gpy_iterative.exact.estimates import DensityEstimate, Estimate
+from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Rademacher, probe_jitter
+from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
-from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, TruncationReport
-from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, FixedTruncation, Truncation
+from gpy_iterative.randomized.series import Member, TruncationReport, pooled_energies, stacked_members
+from gpy_iterative.randomized.truncation import (
+    AutomaticTruncation,
+    ExponentialTruncation,
+    FixedTruncation,
+    Truncation,
+    check_truncation,
+    draw_stops,
+    survival_table,
+    within,
+)
+from gpy_iterative.spectral.densities import Draws, draws_under
+from gpy_iterative.training.run import Run
+from gpy_iterative.training.training_system import TrainingSystem
 from gpy_iterative.worker_threads import CPU
 
 #: Relative residual of an ordinary converged solve.
 SOLVED = 0.01
 
 
-class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
+class RussianRouletteMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     """Marginal log likelihood of an exact Gaussian process: unbiased value and gradient at bounded expected cost.
 
     Conjugate gradients stop after a random number J of steps; step j is divided by P(J >= j). Train with Adam: line
@@ -58,6 +78,8 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         True
     """
 
+    _described = ("probes", "truncation", "num_truncations", "shares_truncation", "resample")
+
     def __init__(
         self,
         likelihood: Likelihood,
@@ -75,28 +97,90 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         generator: torch.Generator | int | None = None,
     ) -> None:
         check_count("num_truncations", num_truncations)
-        if num_truncations < 2:
+        if num_truncations < 2 and not isinstance(truncation, FixedTruncation):
             raise ValueError(
                 f"num_truncations must be at least 2, got {num_truncations}: the gradient's quadratic term needs two "
                 "independent ones. TruncatedCGMarginalLogLikelihood takes one."
             )
         if probe_truncation not in ("independent", "shared"):
             raise ValueError(f"probe_truncation must be 'independent' or 'shared', got {probe_truncation!r}.")
-        super().__init__(
-            likelihood,
-            model,
-            truncation=truncation,
-            num_truncations=num_truncations,
-            num_probes=num_probes,
-            shares_truncation=probe_truncation == "shared",
-            preconditioner=preconditioner,
-            tolerance=tolerance,
-            resample=resample,
-            solver=solver,
-            products=products,
-            generator=generator,
-        )
+        if not isinstance(truncation, AutomaticTruncation):
+            check_truncation(truncation)
+        elif not resample:
+            raise ValueError(
+                "resample=False freezes the draws, which AutomaticTruncation redistributes every step: give an "
+                "ExponentialTruncation instead."
+            )
+        check_instance("preconditioner", preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
+        if tolerance is not None:
+            check_fraction("tolerance", tolerance)
+        check_flag("resample", resample)
+        super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
+        self.truncation, self.num_truncations = truncation, num_truncations
+        self.shares_truncation = probe_truncation == "shared"
+        self.tolerance, self.resample = tolerance, resample
+        self.probes: ProbeDistribution = Rademacher(num_probes=num_probes)
+        if preconditioner is not None:
+            self.probes = Preconditioned(num_probes=num_probes, recipe=preconditioner, correct_diagonal=False)
         self._has_warned = False
+
+    def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
+        start, operator, residual = time.perf_counter(), system.operator, system.residual
+        run = run.for_system(operator)
+        truncation = within(self._current_truncation(run), operator.shape[-1], operator.dtype)
+        kept = None if self.resample else run.parts.get("series")
+        if kept is None:
+            generator = run.generator()
+            kept = self._draw(operator, truncation, generator)
+            run = run.having(generator, series=kept)
+        batch = operator.batch_shape
+        self._check_stops(kept["target_stops"], kept["probe_stops"], batch)
+        probes = self.probes.probes(operator, None, draws_under("probes", dict(kept)))
+        table = survival_table(
+            truncation, torch.cat([kept["target_stops"].reshape(-1), kept["probe_stops"].reshape(-1)])
+        )
+        members, runs = [], []
+        for index in itertools.product(*map(range, batch)):
+            member = Member(index, operator, residual, probes, kept)
+            series = member.run(table, self.tolerance)
+            members.append(member.estimate(series, truncation, table[: series.iterations]))
+            runs.append(series)
+        if isinstance(self.truncation, AutomaticTruncation):
+            run = run.having(decay={"energies": pooled_energies(runs)})
+        estimate = stacked_members(members, batch)
+        stats = dataclasses.replace(estimate.stats, seconds=time.perf_counter() - start)
+        jitter, error = probe_jitter(probes), far_field_error(operator)
+        return dataclasses.replace(estimate, stats=stats, probe_jitter=jitter, far_field_error=error), run
+
+    def _current_truncation(self, run: Run) -> Truncation:
+        if not isinstance(self.truncation, AutomaticTruncation):
+            return self.truncation
+        seen = run.parts.get("decay")
+        if seen is None or not seen["energies"].any():  # a residual of zero shows no decay
+            return self.truncation.start
+        return self.truncation.choose(seen["energies"].cpu())
+
+    def _draw(self, operator: LinearOperator, truncation: Truncation, generator: torch.Generator) -> Draws:
+        batch = operator.batch_shape
+        target_stops = draw_stops(truncation, (*batch, self.num_truncations), generator)
+        if self.shares_truncation:
+            probe_stops = target_stops[..., :1].expand(*batch, self.probes.num_probes).clone()
+        else:
+            probe_stops = draw_stops(truncation, (*batch, self.probes.num_probes), generator)
+        probes = self.probes.draw(operator, None, generator)
+        drawn = {f"probes.{name}": tensor for name, tensor in probes.items()}
+        return {"target_stops": target_stops, "probe_stops": probe_stops} | drawn
+
+    def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
+        """A single draw would be squared."""
+        for name, stops, count in (
+            ("series.target_stops", target_stops, self.num_truncations),
+            ("series.probe_stops", probe_stops, self.probes.num_probes),
+        ):
+            if tuple(stops.shape) != (*batch, count):
+                raise ValueError(
+                    f"{name} of the training state must have the shape {(*batch, count)}, got {tuple(stops.shape)}."
+                )
 
     def _warn_once(self, estimate: Estimate) -> None:
         super()._warn_once(estimate)
@@ -134,7 +218,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             self._has_warned = True
 
 
-class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
+class TruncatedCGMarginalLogLikelihood(RussianRouletteMarginalLogLikelihood):
     """Biased baseline: solves with a fixed number of steps.
 
     The value's quadratic form is too small, its log-determinant too large; the gradient is not that of the value.
@@ -165,7 +249,7 @@ class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             truncation=FixedTruncation(num_steps),
             num_truncations=1,
             num_probes=num_probes,
-            shares_truncation=True,
+            probe_truncation="shared",
             preconditioner=preconditioner,
             tolerance=tolerance,
             resample=resample,
@@ -173,3 +257,4 @@ class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             products=products,
             generator=generator,
         )
+        self._has_warned = True  # the bias is meant

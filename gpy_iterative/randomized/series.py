@@ -1,4 +1,4 @@
-"""The marginal log likelihood from truncated conjugate gradient series.
+"""The log density of one system from truncated conjugate gradient series.
 
 Potapczynski et al. 2021 (see `truncation.py`), section 4.1, appendix C. With M estimates ys_a of H^-1 (y - mean) from one
 run, and xs_i of H^-1 z_i for s probes of covariance P, the gradient is
@@ -7,42 +7,22 @@ run, and xs_i of H^-1 z_i for s probes of covariance P, the gradient is
 """
 
 import dataclasses
-import itertools
 import math
-import time
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from gpytorch.likelihoods import Likelihood
-from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_flag, check_fraction, check_instance
-from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.exact.estimates import DensityEstimate
-from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes, Rademacher, probe_jitter
-from gpy_iterative.linear_operators.extensions import far_field_error
-from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_solvers.base import Solver
+from gpy_iterative.exact.probes import Probes
 from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
-from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 from gpy_iterative.randomized.solver_series import Series, conjugate_gradient_series
-from gpy_iterative.randomized.truncation import (
-    AutomaticTruncation,
-    Truncation,
-    check_truncation,
-    decay_rate,
-    draw_stops,
-    survival_table,
-    within,
-)
-from gpy_iterative.spectral.densities import Draws, draws_under
+from gpy_iterative.randomized.truncation import Truncation, decay_rate
 from gpy_iterative.training.report import Report
-from gpy_iterative.training.run import Part, Run
-from gpy_iterative.training.training_system import TrainingSystem
+from gpy_iterative.training.run import Part
 from gpy_iterative.worker_threads import CPU
 
 
@@ -69,105 +49,7 @@ class TruncationReport(Report):
     decay_rate: Tensor
 
 
-class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
-    """For the options see `RussianRouletteMarginalLogLikelihood`."""
-
-    _described = ("probes", "truncation", "num_truncations", "shares_truncation", "resample")
-
-    def __init__(
-        self,
-        likelihood: Likelihood,
-        model: ExactGP,
-        *,
-        truncation: Truncation | AutomaticTruncation,
-        num_truncations: int,
-        num_probes: int,
-        shares_truncation: bool,
-        preconditioner: PivotedCholesky | None,
-        tolerance: float | None,
-        resample: bool,
-        solver: Solver | None,
-        products: KernelProducts | None,
-        generator: torch.Generator | int | None,
-    ) -> None:
-        if not isinstance(truncation, AutomaticTruncation):
-            check_truncation(truncation)
-        elif not resample:
-            raise ValueError(
-                "resample=False freezes the draws, which AutomaticTruncation redistributes every step: give an "
-                "ExponentialTruncation instead."
-            )
-        check_instance("preconditioner", preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
-        if tolerance is not None:
-            check_fraction("tolerance", tolerance)
-        check_flag("resample", resample)
-        super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
-        self.truncation, self.num_truncations, self.shares_truncation = truncation, num_truncations, shares_truncation
-        self.tolerance, self.resample = tolerance, resample
-        self.probes: ProbeDistribution = Rademacher(num_probes=num_probes)
-        if preconditioner is not None:
-            self.probes = Preconditioned(num_probes=num_probes, recipe=preconditioner, correct_diagonal=False)
-
-    def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
-        start, operator, residual = time.perf_counter(), system.operator, system.residual
-        run = run.for_system(operator)
-        truncation = within(self._current_truncation(run), operator.shape[-1], operator.dtype)
-        kept = None if self.resample else run.parts.get("series")
-        if kept is None:
-            generator = run.generator()
-            kept = self._draw(operator, truncation, generator)
-            run = run.having(generator, series=kept)
-        batch = operator.batch_shape
-        self._check_stops(kept["target_stops"], kept["probe_stops"], batch)
-        probes = self.probes.probes(operator, None, draws_under("probes", dict(kept)))
-        table = survival_table(
-            truncation, torch.cat([kept["target_stops"].reshape(-1), kept["probe_stops"].reshape(-1)])
-        )
-        members, runs = [], []
-        for index in itertools.product(*map(range, batch)):
-            member = _Member(index, operator, residual, probes, kept)
-            series = member.run(table, self.tolerance)
-            members.append(member.estimate(series, truncation, table[: series.iterations]))
-            runs.append(series)
-        if isinstance(self.truncation, AutomaticTruncation):
-            run = run.having(decay={"energies": _pooled_energies(runs)})
-        estimate = _stacked(members, batch)
-        stats = dataclasses.replace(estimate.stats, seconds=time.perf_counter() - start)
-        jitter, error = probe_jitter(probes), far_field_error(operator)
-        return dataclasses.replace(estimate, stats=stats, probe_jitter=jitter, far_field_error=error), run
-
-    def _current_truncation(self, run: Run) -> Truncation:
-        if not isinstance(self.truncation, AutomaticTruncation):
-            return self.truncation
-        seen = run.parts.get("decay")
-        if seen is None or not seen["energies"].any():  # a residual of zero shows no decay
-            return self.truncation.start
-        return self.truncation.choose(seen["energies"].cpu())
-
-    def _draw(self, operator: LinearOperator, truncation: Truncation, generator: torch.Generator) -> Draws:
-        batch = operator.batch_shape
-        target_stops = draw_stops(truncation, (*batch, self.num_truncations), generator)
-        if self.shares_truncation:
-            probe_stops = target_stops[..., :1].expand(*batch, self.probes.num_probes).clone()
-        else:
-            probe_stops = draw_stops(truncation, (*batch, self.probes.num_probes), generator)
-        probes = self.probes.draw(operator, None, generator)
-        drawn = {f"probes.{name}": tensor for name, tensor in probes.items()}
-        return {"target_stops": target_stops, "probe_stops": probe_stops} | drawn
-
-    def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
-        """A single draw would be squared."""
-        for name, stops, count in (
-            ("series.target_stops", target_stops, self.num_truncations),
-            ("series.probe_stops", probe_stops, self.probes.num_probes),
-        ):
-            if tuple(stops.shape) != (*batch, count):
-                raise ValueError(
-                    f"{name} of the training state must have the shape {(*batch, count)}, got {tuple(stops.shape)}."
-                )
-
-
-class _Member:
+class Member:
     """One system of a batch."""
 
     def __init__(
@@ -244,7 +126,7 @@ class _Member:
         return value, 0.25 * (of_quadratic + of_logarithms)
 
 
-def _stacked(members: list[DensityEstimate], batch: torch.Size) -> DensityEstimate:
+def stacked_members(members: list[DensityEstimate], batch: torch.Size) -> DensityEstimate:
     if not batch:
         return members[0]
 
@@ -271,7 +153,7 @@ def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
     return targets[:, 1:] / (count * (count - 1)), targets.cumsum(-1)[:, :-1]
 
 
-def _pooled_energies(runs: list[Series]) -> Tensor:
+def pooled_energies(runs: list[Series]) -> Tensor:
     """Relative energies of the targets [J], added over the batch."""
     pooled = torch.zeros(max(series.iterations for series in runs), dtype=torch.float64, device=CPU)
     for series in runs:

@@ -375,6 +375,15 @@ def test_frozen_draws_make_a_smooth_function() -> None:
     assert first != second
 
 
+def test_a_fixed_truncation_is_truncated_conjugate_gradients() -> None:
+    case, options = smooth_case(), {"num_probes": 4, "generator": 0}
+    baseline = TruncatedCG(case.likelihood, case.model, num_steps=6, **options)
+    mll = RussianRoulette(case.likelihood, case.model, truncation=FixedTruncation(6), num_truncations=1, **options)
+    with pytest.warns(gpi.errors.BiasWarning, match="6 steps"):  # the baseline does not warn
+        value = mll(case.model(case.x), case.y)
+    assert value == baseline(case.model(case.x), case.y)
+
+
 @pytest.mark.parametrize("name", ["series.target_stops", "series.probe_stops"])
 def test_draws_of_another_number_are_refused(name: str) -> None:
     case = smooth_case()
