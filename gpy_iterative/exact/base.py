@@ -6,7 +6,7 @@ import math
 import time
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -49,7 +49,6 @@ from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.training.report import MarginalLogLikelihoodReport
 from gpy_iterative.training.run import Resumable, Run
-from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
 from gpy_iterative.training.training_system import (
     MOST_ROWS_IN_FLOAT64,
@@ -80,9 +79,7 @@ class Evaluation:
 
 
 class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
-    """Base of the marginal log likelihoods. A loaded state must match the options named in `_described`."""
-
-    _described: ClassVar[tuple[str, ...]] = ()
+    """Base of the marginal log likelihoods."""
 
     def __init__(
         self,
@@ -227,9 +224,6 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def _is_always_in_float64(self, size: int) -> bool:
         """Whether a system of so many rows is in float64, whatever its rounding."""
         return False
-
-    def _description(self) -> StateDescription:
-        return StateDescription.of(self, {name: getattr(self, name) for name in self._described})
 
     def _warn_once(self, estimate: Estimate) -> None:
         if estimate.status not in SOLVED and estimate.status not in self.warned_of:

@@ -32,7 +32,6 @@ from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import NO_ROWS, Resumable, Run, next_rows
-from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
 from gpy_iterative.training.training_system import check_has_data, check_hyperparameters, check_inputs, prior_at
 from gpy_iterative.worker_threads import CPU
@@ -69,6 +68,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         report: of the last step.
     """
 
+    _described = ("batch_size", "num_features")
     needs_features = True
     #: Weights of the basis, else of scaled features.
     centred = False
@@ -78,9 +78,8 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         likelihood: Likelihood,
         model: ExactGP,
         *,
-        batch_size: int | None,
-        generator: torch.Generator | int | None,
-        options: Mapping[str, Any],
+        batch_size: int | None = None,
+        generator: torch.Generator | int | None = None,
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
         check_inputs(model)
@@ -89,7 +88,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         zero = torch.tensor(0, device=CPU)  # 0 data: weights are not started
         counts = {"steps": zero, "num_data": zero}
         self._run = Run.begin(generator).having(counts=counts, rows=NO_ROWS, weights={})
-        self.batch_size, self._options = batch_size, dict(options)
+        self.batch_size = batch_size
         self.report: MinibatchReport | None = None
         self.progress: Progress = False
         self._seen: SeenData | None = None  # the run's data; None: those of the next call
@@ -239,10 +238,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
                 "unknown or of another shape or dtype."
             )
         return run
-
-    def _description(self) -> StateDescription:
-        sizes = {"batch_size": self.batch_size, "num_features": self.num_features}
-        return StateDescription.of(self, sizes | self._options)
 
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled()

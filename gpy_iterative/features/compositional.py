@@ -35,6 +35,8 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     Unlike in the paper, the first P is exact, batch sums are weighted by n / b, and P is divided by the noise.
     """
 
+    _described = (*FeatureMarginalLogLikelihood._described, "tracker_rate")
+
     def __init__(
         self,
         likelihood: Likelihood,
@@ -44,9 +46,9 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         tracker_rate: float | Callable[[int], float] | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        options = {"tracker_rate": tracker_rate}
-        super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options=options)
-        self.tracker_rate = TrackerRate(tracker_rate, self._current_batch_size(), self.num_features)
+        super().__init__(likelihood, model, batch_size=batch_size, generator=generator)
+        self.tracker_rate = tracker_rate
+        self._rate = TrackerRate(tracker_rate, self._current_batch_size(), self.num_features)
         zeros, identity = self._blank_state()
         self.mean = torch.nn.Parameter(zeros)
         self._run = self._run.having(weights={"precision": identity})
@@ -68,6 +70,6 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             nothing = torch.zeros_like(weights.root[:, :1])
             value = surrogate(batch, weights.mean, nothing, nothing) - weights.log_determinant
             # Before the optimiser's step.
-            rate = self.tracker_rate(num_steps(run))
+            rate = self._rate(num_steps(run))
             tracked = torch.lerp(run.parts["weights"]["precision"], batch.precision(), rate)
         return loss - loss.detach() + value, run.having(weights={"precision": tracked})

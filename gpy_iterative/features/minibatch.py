@@ -4,8 +4,6 @@ Chen et al. 2020, "Stochastic Gradient Descent in Correlated Settings: A Study o
 """
 
 import torch
-from gpytorch.likelihoods import Likelihood
-from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood
@@ -25,16 +23,6 @@ class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """
 
     needs_features = False
-
-    def __init__(
-        self,
-        likelihood: Likelihood,
-        model: ExactGP,
-        *,
-        batch_size: int | None = None,
-        generator: torch.Generator | int | None = None,
-    ) -> None:
-        super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options={})
 
     def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
         return run

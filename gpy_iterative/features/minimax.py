@@ -44,6 +44,8 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         BiasWarning: mu is below m.
     """
 
+    _described = (*FeatureMarginalLogLikelihood._described, "mu")
+
     def __init__(
         self,
         likelihood: Likelihood,
@@ -56,7 +58,7 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         is_number = isinstance(mu, Real) and not isinstance(mu, bool)
         if mu != "auto" and not (is_number and 0 < mu < math.inf):
             raise ValueError(f"mu must be positive and finite, or 'auto', got {mu!r}.")
-        super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options={"mu": mu})
+        super().__init__(likelihood, model, batch_size=batch_size, generator=generator)
         if mu != "auto" and mu < self.num_features:
             warn(
                 f"With mu = {mu} below the number of features, {self.num_features}, the optimum is not that of the "

@@ -55,6 +55,8 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         torch.Size([20])
     """
 
+    _described = (*FeatureMarginalLogLikelihood._described, "update", "tracker_rate", "include_batch", "centred")
+
     def __init__(
         self,
         likelihood: Likelihood,
@@ -75,12 +77,11 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             )
         check_flag("include_batch", include_batch)
         check_flag("centred", centred)
-        options = {"update": update, "tracker_rate": tracker_rate, "include_batch": include_batch, "centred": centred}
-        super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options=options)
-        self.update, self.include_batch, self.centred = update, include_batch, centred
+        super().__init__(likelihood, model, batch_size=batch_size, generator=generator)
+        self.update, self.tracker_rate, self.include_batch, self.centred = update, tracker_rate, include_batch, centred
         zeros, identity = self._blank_state()
         if update == "natural":
-            self.tracker_rate = TrackerRate(tracker_rate, self._current_batch_size(), self.num_features)
+            self._rate = TrackerRate(tracker_rate, self._current_batch_size(), self.num_features)
             self._run = self._run.having(weights={"precision": identity, "moment": zeros})
         else:
             self.mean = torch.nn.Parameter(zeros)
@@ -113,7 +114,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
 
     @torch.no_grad()
     def _tracked(self, run: Run, batch: FeatureBatch) -> Run:
-        rate, weights = self.tracker_rate(num_steps(run)), run.parts["weights"]
+        rate, weights = self._rate(num_steps(run)), run.parts["weights"]
         precision = torch.lerp(weights["precision"], batch.precision(), rate)
         return run.having(
             weights={"precision": precision, "moment": torch.lerp(weights["moment"], batch.moment(), rate)}

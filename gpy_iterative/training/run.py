@@ -4,10 +4,9 @@ A step returns the next run, which is kept only if `forward` succeeds. A non-fin
 advanced.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -130,15 +129,19 @@ def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tens
 
 
 class Resumable(torch.nn.Module):
-    """A marginal log likelihood whose training state is `_run`, and `_params` of the last step."""
+    """A marginal log likelihood whose training state is `_run`, and `_params` of the last step.
 
+    A loaded state must match the options named in `_described`.
+    """
+
+    _described: ClassVar[tuple[str, ...]] = ()
     model: Any
     _run: Run
     _params: LikelihoodParams | None = None
 
-    @abstractmethod
     def _description(self) -> StateDescription:
         """What a state must match."""
+        return StateDescription.of(self, {name: getattr(self, name) for name in self._described})
 
     def _checked_run(self, run: Run) -> Run:
         """Raises ValueError for unsuitable parts."""

@@ -79,7 +79,7 @@ def test_random_batches_within_standard_errors() -> None:
     state = mll.training_state()
     everything = step(mll, case, torch.arange(60))
     mll.load_training_state(state)
-    mll.tracker_rate = lambda step: 0.0  # keeps the weights; rows go on
+    mll._rate = lambda step: 0.0  # keeps the weights; rows go on
     draws = torch.stack([step(mll, case) for _ in range(100)])
     assert_mean_within(draws, everything, max_sem=0.3)
 
