@@ -166,21 +166,58 @@ def _diagonal_variance(
 
 
 @torch.no_grad()
-def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) -> None:
-    """c_r^2 = 1 / (s_r + phi_r^T phi_r / noise) (proposition 1); O(b m) without a shared diagonal."""
+def begin(model: QuadruplyStochasticGP, rows: Rows, num_data: int, parameters: Iterable[Tensor]) -> None:
+    """Sets the diagonal of C, and warns of targets and a basis that do not suit the model."""
+    basis, head = model.basis, model.head_features(rows.x)
+    noise = LOGISTIC_NOISE if rows.noise is None else float(rows.noise.mean())
+    variance = model.tail_prior_variance(rows.x, head) if basis.knows_group_variance else None
+    mean_variance = None if variance is None else float(variance.mean())
+    _initialize_weights(model, rows.x, head, num_data / noise, mean_variance)
+    if isinstance(basis, NystromBasis) and not model.num_tail_groups:
+        _warn_of_omission(basis.omitted_variance(), noise)
+    if rows.noise is None or variance is None:
+        return
+    if len(rows.target) >= LEAST_ROWS and (rows.target != rows.target[0]).any():  # a batch may have equal targets
+        warn_of_targets(head.square().sum(-1) + variance + rows.noise, rows.residual)
+    if not basis.num_head_features and any(parameter.requires_grad for parameter in parameters):
+        _warn_of_capacity(model.weights.num_tail, num_data * mean_variance / noise)
+
+
+def _initialize_weights(
+    model: QuadruplyStochasticGP, x: Tensor, head: Tensor, scale: float, mean_variance: float | None
+) -> None:
+    """c_r^2 = 1 / (s_r + scale phi_r^T phi_r / b) (proposition 1); O(b m) without a shared diagonal."""
     weights = model.weights
-    noise = LOGISTIC_NOISE if rows.noise is None else rows.noise.mean()
-    head = model.head_features(rows.x)
-    weights.head_log_diagonal.copy_(_log_deviation(num_data * head.square().mean(0) / noise, model.head_precision()))
+    weights.head_log_diagonal.copy_(-0.5 * (scale * head.square().mean(0) + model.head_precision()).log())
     if weights.shared_diagonal and weights.num_tail:
-        total = num_data * model.tail_prior_variance(rows.x, head).mean() / noise
-        weights.tail_log_diagonal.fill_(_log_deviation(total / weights.num_tail, 1.0))
+        weights.tail_log_diagonal.fill_(-0.5 * math.log(scale * mean_variance / weights.num_tail + 1.0))
     elif not weights.shared_diagonal:
         for groups in model.tail_blocks():
-            gram = num_data * model.tail_features(rows.x, head, groups).square().mean(0) / noise
-            index = model.basis.feature_index(groups)
-            weights.tail_log_diagonal[index, 0] = _log_deviation(gram, model.tail_precision(groups))
+            precision = scale * model.tail_features(x, head, groups).square().mean(0) + model.tail_precision(groups)
+            weights.tail_log_diagonal[model.basis.feature_index(groups), 0] = -0.5 * precision.log()
     weights.initialized.fill_(1)
+
+
+def _warn_of_omission(omitted: float, noise: float) -> None:
+    if omitted > OMITTED * noise:
+        warn(
+            f"The basis omits a prior variance of {omitted:.2g} at its own points, beside a noise of {noise:.2g}: means "
+            "and variances will be off. It omits eigenvalues below a millionth of the largest. If a large term of the "
+            "kernel, such as a constant or a trend, makes that one large, subtract the trend from the targets and leave "
+            "the term out.",
+            ApproximationWarning,
+        )
+
+
+def _warn_of_capacity(num_features: int, limit: float) -> None:
+    if num_features >= limit:
+        warn(
+            f"{num_features} random features with independent posterior deviations are more than n outputscale / noise = "
+            f"{limit:.3g}: variances stay above half of the prior's, and hyperparameters that are learned from this bound "
+            "drift to too much noise and too small an outputscale. Use NystromBasis, fix the hyperparameters with "
+            "requires_grad_(False), or learn them with another marginal log likelihood.",
+            ApproximationWarning,
+        )
 
 
 @contextmanager
@@ -196,51 +233,3 @@ def initialization_undone(weights: FeatureWeights, *, always: bool) -> Iterator[
     finally:
         if undo and before is not None:
             weights.load_state_dict(before, strict=False)
-
-
-@torch.no_grad()
-def warn_of_scale(model: QuadruplyStochasticGP, rows: Rows) -> None:
-    is_known = rows.noise is not None and model.basis.knows_group_variance
-    is_known = is_known and len(rows.target) >= LEAST_ROWS
-    if is_known and (rows.target != rows.target[0]).any():  # a batch may have equal targets
-        head = model.head_features(rows.x)
-        variance = head.square().sum(-1) + model.tail_prior_variance(rows.x, head)
-        warn_of_targets(variance + rows.noise, rows.residual)
-
-
-@torch.no_grad()
-def warn_of_omission(model: QuadruplyStochasticGP, rows: Rows) -> None:
-    if not isinstance(model.basis, NystromBasis) or model.num_tail_groups:
-        return
-    noise = LOGISTIC_NOISE if rows.noise is None else float(rows.noise.mean())
-    omitted = model.basis.omitted_variance()
-    if omitted > OMITTED * noise:
-        warn(
-            f"The basis omits a prior variance of {omitted:.2g} at its own points, beside a noise of {noise:.2g}: means "
-            "and variances will be off. It omits eigenvalues below a millionth of the largest. If a large term of the "
-            "kernel, such as a constant or a trend, makes that one large, subtract the trend from the targets and leave "
-            "the term out.",
-            ApproximationWarning,
-        )
-
-
-@torch.no_grad()
-def warn_of_capacity(model: QuadruplyStochasticGP, rows: Rows, num_data: int, parameters: Iterable[Tensor]) -> None:
-    free = any(parameter.requires_grad for parameter in parameters)
-    is_random = model.basis.knows_group_variance and not model.basis.num_head_features
-    if rows.noise is None or not is_random or not free:
-        return
-    head = model.head_features(rows.x)
-    limit = float(num_data * model.tail_prior_variance(rows.x, head).mean() / rows.noise.mean())
-    if model.weights.num_tail >= limit:
-        warn(
-            f"{model.weights.num_tail} random features with independent posterior deviations are more than n outputscale / "
-            f"noise = {limit:.3g}: variances stay above half of the prior's, and hyperparameters that are learned from "
-            "this bound drift to too much noise and too small an outputscale. Use NystromBasis, fix the hyperparameters "
-            "with requires_grad_(False), or learn them with another marginal log likelihood.",
-            ApproximationWarning,
-        )
-
-
-def _log_deviation(gram: Tensor, precision: Tensor | float) -> Tensor:
-    return -0.5 * (gram + precision).log()

@@ -14,17 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_flag
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
-from gpy_iterative.quadruply.data_terms import (
-    Call,
-    Rows,
-    gaussian_term,
-    initialization_undone,
-    initialize_weights,
-    site_bound,
-    warn_of_capacity,
-    warn_of_omission,
-    warn_of_scale,
-)
+from gpy_iterative.quadruply.data_terms import Call, Rows, begin, gaussian_term, initialization_undone, site_bound
 from gpy_iterative.quadruply.known_points import KnownPoints, check_entries
 from gpy_iterative.quadruply.model import DeferredPrediction, QuadruplyStochasticGP
 from gpy_iterative.quadruply.optimizers import QuadruplyStochasticOptimizer
@@ -247,10 +237,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         index = points.draw_rows(call) if kept is None else kept["index"]
         rows = call.rows(model, index, is_gaussian=self.is_unbiased)
         if not model.weights.initialized:
-            initialize_weights(model, rows, call.num_data)
-            warn_of_scale(model, rows)
-            warn_of_omission(model, rows)
-            warn_of_capacity(model, rows, call.num_data, (*model.hyperparameters(), *self.likelihood.parameters()))
+            begin(model, rows, call.num_data, (*model.hyperparameters(), *self.likelihood.parameters()))
         first = self._sample(call)
         # Products of residuals and double sums of a dense prior take two samples.
         takes_two = (self.is_unbiased and kept is None) or not model.basis.has_diagonal_prior
