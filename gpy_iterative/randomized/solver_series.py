@@ -30,9 +30,8 @@ class Series:
         sums: sum_{j <= J} length_j direction_j / S_j, [n, k].
         lengths: length_j, [J, t], float64 on the CPU; zero after a column's end.
         products: r_{j-1}^T P^-1 r_{j-1}, like `lengths`.
-        steps: of each column, [t].
         converged: columns that ended by themselves, [t].
-        indefinite: those of them without positive curvature, above rounding errors, [t].
+        status: INDEFINITE if one of them has no positive curvature, above rounding errors.
         norms: final relative residuals of plain conjugate gradients, [t], float64.
         seconds: wall-clock time.
     """
@@ -40,18 +39,15 @@ class Series:
     sums: Tensor
     lengths: Tensor
     products: Tensor
-    steps: Tensor
     converged: Tensor
-    indefinite: Tensor
+    status: SolveStatus
     norms: Tensor
     seconds: float
 
     @property
-    def status(self) -> SolveStatus:
-        """Status of the run."""
-        if self.indefinite.any():
-            return SolveStatus.INDEFINITE
-        return SolveStatus.CONVERGED if self.converged.all() else SolveStatus.TRUNCATED
+    def steps(self) -> Tensor:
+        """Steps of each column, [t]."""
+        return (self.lengths > 0).sum(0)
 
     @property
     def energies(self) -> Tensor:
@@ -92,8 +88,7 @@ def conjugate_gradient_series(
     """
     start = time.perf_counter()
     size, num_columns = rhs.shape
-    if tolerance is None:
-        tolerance = DEFAULT_TOLERANCES.get(rhs.dtype, 1e-6)
+    tolerance = DEFAULT_TOLERANCES.get(rhs.dtype, 1e-6) if tolerance is None else tolerance
     check_fraction("tolerance", tolerance)
     # Below this relative residual, signs are rounding noise.
     floor = math.sqrt(torch.finfo(rhs.dtype).eps)
@@ -103,79 +98,69 @@ def conjugate_gradient_series(
 
     scale = torch.linalg.vector_norm(rhs, dim=0)
     norms = (scale > 0).double().cpu()
-    _check_finite(scale.double().cpu(), 0, torch.arange(num_columns, device=CPU))
+    _check_finite(scale.double().cpu(), 0)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    residual = rhs / scale
     sums = rhs.new_zeros(size, len(stops))
-    steps = torch.zeros(num_columns, dtype=torch.long, device=CPU)
-    converged = norms <= tolerance
-    indefinite = torch.zeros_like(converged)
-    lengths, products = [], []
+    is_open = norms > tolerance
+    converged, is_indefinite = ~is_open, False
+    none = torch.zeros(0, num_columns, dtype=torch.float64, device=CPU)
+    lengths, products = [none], [none]
 
-    opened = (~converged).nonzero().squeeze(-1)
-    residual = residual[:, opened.to(rhs.device)]
+    residual = (rhs / scale)[:, is_open.to(rhs.device)]
     running = torch.zeros_like(residual)
     directions = ConjugateDirections.begin(residual, preconditioner)
-    product = directions.product.double().cpu()
-    step = 0
-    while len(opened):
-        step += 1
+    while is_open.any():
+        step = len(lengths)
         following, length, _ = directions.advance(operator, residual)
-        # One device read per step.
-        read = torch.stack([torch.linalg.vector_norm(residual, dim=0), length, following.product]).double().cpu()
-        _check_finite(read.sum(0), step, opened)
-        took = read[1] > 0
-        indefinite[opened] = ~took & (norms[opened] > floor)
-        taken = torch.where(took, read[1], torch.zeros_like(read[1]))
-        running.addcmul_(directions.direction, (taken * weights[step - 1]).to(rhs))
+        # One device read per step; zeros for columns that have ended.
+        read = torch.zeros(4, num_columns, dtype=torch.float64, device=CPU)
+        norm = torch.linalg.vector_norm(residual, dim=0)
+        read[:, is_open] = torch.stack([norm, length, directions.product, following.product]).double().cpu()
+        _check_finite(read.sum(0), step)
+        norm, length, product, ahead = read
+        took = length > 0
+        length = torch.where(took, length, 0)
+        running.addcmul_(directions.direction, (weights[step - 1] * length)[is_open].to(rhs))
+        lengths.append(length.unsqueeze(0))
+        products.append(product.unsqueeze(0))
 
-        norms[opened] = torch.where(took, read[0], norms[opened])
-        steps[opened] += took.long()
-        lengths.append(torch.zeros(num_columns, dtype=torch.float64, device=CPU).index_copy(0, opened, taken))
-        products.append(torch.zeros(num_columns, dtype=torch.float64, device=CPU).index_copy(0, opened, product))
-        goes_on = took & (norms[opened] > tolerance)
-        indefinite[opened] |= goes_on & (read[2] <= 0) & (norms[opened] > floor)
-        goes_on &= read[2] > 0
-        converged[opened] = ~goes_on
-        place = torch.full((num_columns,), -1, device=CPU)
-        place[opened] = torch.arange(len(opened), device=CPU)
-        ends = (place[columns] >= 0) & ((stops == step) | (converged[columns] & (stops >= step)))
+        norms = torch.where(took, norm, norms)
+        goes_on = took & (norms > tolerance)
+        is_indefinite |= bool((is_open & (norms > floor) & (~took | (goes_on & (ahead <= 0)))).any())
+        goes_on &= ahead > 0
+        converged |= is_open & ~goes_on
         # A converged column keeps its reweighted sum: its solution would bias the estimate.
-        if ends.any():
-            index = ends.nonzero().squeeze(-1)
-            source = place[columns[index]].to(rhs.device)
-            sums[:, index.to(rhs.device)] = running[:, source]
-        directions, product = following, read[2]
-        staying = (goes_on & (last[opened] > step)).nonzero().squeeze(-1)
-        if len(staying) < len(opened):
-            opened, kept = opened[staying], staying.to(rhs.device)
-            residual, running, directions = residual[:, kept], running[:, kept], directions.narrow(kept)
-            product = product[staying]
-    sums *= scale[columns.to(rhs.device)]
-    energy_scale = scale.double().cpu().square()
-    empty = torch.zeros(0, num_columns, dtype=torch.float64, device=CPU)
+        ends = is_open[columns] & ((stops == step) | (converged[columns] & (stops >= step)))
+        ended, place = ends.nonzero().squeeze(-1), is_open.cumsum(0) - 1  # place in `running`
+        sums[:, ended.to(rhs.device)] = running[:, place[columns[ended]].to(rhs.device)]
+        stays = goes_on & (last > step)
+        if not torch.equal(stays, is_open):
+            kept = stays[is_open].nonzero().squeeze(-1).to(rhs.device)
+            residual, running, following = residual[:, kept], running[:, kept], following.narrow(kept)
+        is_open, directions = stays, following
+    status = SolveStatus.CONVERGED if converged.all() else SolveStatus.TRUNCATED
     return Series(
-        sums=sums,
-        lengths=torch.stack(lengths) if lengths else empty,
-        products=energy_scale * torch.stack(products) if products else empty,
-        steps=steps,
+        sums=sums.mul_(scale[columns.to(rhs.device)]),
+        lengths=torch.cat(lengths),
+        products=scale.double().cpu().square() * torch.cat(products),
         converged=converged,
-        indefinite=indefinite,
+        status=SolveStatus.INDEFINITE if is_indefinite else status,
         norms=norms,
         seconds=time.perf_counter() - start,
     )
 
 
-def _check_finite(values: Tensor, step: int, columns: Tensor) -> None:
+def _check_finite(values: Tensor, step: int) -> None:
     finite = torch.isfinite(values)
     if not finite.all():
         raise NonFiniteError(
-            f"Column {int(columns[(~finite).nonzero()[0]])} of a conjugate gradient series is not finite after {step} "
-            "steps. Check the data and hyperparameters for extreme values; a noise constraint and float64 keep the "
-            "arithmetic within range."
+            f"Column {int((~finite).nonzero()[0])} of a conjugate gradient series is not finite after {step} steps. Check "
+            "the data and hyperparameters for extreme values; a noise constraint and float64 keep the arithmetic within "
+            "range."
         )
 
 
+@torch.no_grad()
 def russian_roulette_solve(
     operator: LinearOperator,
     rhs: Tensor,
@@ -224,8 +209,7 @@ def russian_roulette_solve(
         preconditioner=preconditioner,
         tolerance=tolerance,
     )
-    with torch.no_grad():
-        residual = block - operator._matmul(series.sums)
+    residual = block - operator._matmul(series.sums)
     norms = {"targets": float(series.norms.amax()) if len(series.norms) else 0.0}
     stats = SolveStats(series.iterations, float(series.iterations), overhead, norms, series.seconds)
     return Solution(series.sums.view_as(rhs), residual.view_as(rhs), series.status, stats)
