@@ -21,7 +21,6 @@ from gpy_iterative.exact.probes import (
     ProbeDistribution,
     Rademacher,
     RandomFeatures,
-    Whitened,
 )
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
@@ -41,8 +40,8 @@ DISTRIBUTIONS = {
     "Rademacher": Rademacher,
     "pivoted Cholesky 100": partial(Preconditioned, correct_diagonal=False),
     "pivoted Cholesky 100, diagonal corrected": Preconditioned,
-    "Vecchia 30": partial(Whitened, recipe=Vecchia(30)),
-    "low rank plus Vecchia": partial(Whitened, recipe=LowRankPlusVecchia()),
+    "Vecchia 30": partial(Preconditioned, recipe=Vecchia(30)),
+    "low rank plus Vecchia": partial(Preconditioned, recipe=LowRankPlusVecchia()),
 }
 #: The log-parameters of the table; lengthscales of the first two inputs stand for all.
 ENTRIES = ("lengthscale 1", "lengthscale 2", "outputscale", "noise scale")

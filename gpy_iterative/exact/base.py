@@ -30,7 +30,7 @@ from gpy_iterative.exact.estimates import (
     warm_start_after,
 )
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior
-from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes, Whitened, suited_to
+from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes, suited_to
 from gpy_iterative.exact.validation import LineSearchWatch, check_likelihood, checked_system
 from gpy_iterative.linear_operators.extensions import kernel_inputs
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -307,10 +307,10 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         draws = distribution.draw(operator, terms, generator, others=known) if draws is None else dict(draws)
         probes = distribution.probes(operator, terms, draws)
         logdet_draws = for_logdet.draw(operator, None, generator, others=draws) if known is None else dict(known)
-        others = probes if type(for_logdet) is type(distribution) else None
-        logdet = for_logdet.probes(operator, None, logdet_draws, others=others)
+        is_shared = isinstance(distribution, Preconditioned) and distribution.recipe == for_logdet.recipe
+        logdet = for_logdet.probes(operator, None, logdet_draws, others=probes if is_shared else None)
         run = run.having(generator, probes=draws, logdet=logdet_draws)
-        return _Drawn(run, distribution, probes, logdet, isinstance(for_logdet, Whitened))
+        return _Drawn(run, distribution, probes, logdet, for_logdet is not self.logdet_probes)
 
     def _solve(self, system: TrainingSystem, drawn: "_Drawn", solver: Solver) -> tuple[DensityEstimate, Run]:
         run, has_control = drawn.run, drawn.are_whitened and self._is_controlled

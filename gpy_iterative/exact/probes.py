@@ -7,7 +7,7 @@ S = I is Hutchinson's estimator; an S near H has less variance. For fixed draws,
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -68,10 +68,6 @@ class ProbeDistribution(ABC):
     def __post_init__(self) -> None:
         check_count("num_probes", self.num_probes)
 
-    def has_drawn(self, draws: Draws) -> bool:
-        """Whether these may be draws of it, and not of the one for another solver."""
-        return "order" not in draws
-
     @abstractmethod
     def draw(
         self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
@@ -80,7 +76,7 @@ class ProbeDistribution(ABC):
 
     @abstractmethod
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
-        """The probes at the current hyperparameters; those of a distribution of this kind, `others`, may share their S."""
+        """The probes at the current hyperparameters; `others`, with the same recipe, may share their S."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,81 +107,61 @@ class Gaussian(ProbeDistribution):
 
 @dataclass(frozen=True, kw_only=True)
 class Preconditioned(ProbeDistribution):
-    """S = L L^T + diag(d): a pivoted Cholesky factor of K with frozen pivots, missing diagonal and noise.
+    """S of a preconditioner; pivots and order of elimination are frozen.
+
+    The default is S = L L^T + diag(d): a pivoted Cholesky factor of K, its missing diagonal and the noise. With the
+    solver's recipe one factor serves both.
 
     Args:
-        recipe: of the factor, of rank k.
-        correct_diagonal: give S the diagonal of H.
+        recipe: of the preconditioner.
+        correct_diagonal: give S the diagonal of H; for a pivoted Cholesky factor.
 
-    Cost: k kernel rows, n k (k + s) multiply-adds.
+    Cost: for a factor of rank k, k kernel rows, n k (k + s) multiply-adds.
     """
 
-    recipe: PivotedCholesky = field(default=PivotedCholesky(rank=100))
+    recipe: PivotedCholesky | Vecchia | LowRankPlusVecchia = field(default=PivotedCholesky(rank=100))
     correct_diagonal: bool = True
     residual_of_one: ClassVar[float | None] = 0.12
 
-    @divided()
-    def draw(
-        self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
-    ) -> Draws:
-        build = partial(self.recipe.build, correct_diagonal=self.correct_diagonal, generator=generator)
-        factor = build_whitened(build, operator)
-        return {
-            "pivots": factor.pivots,
-            "base": random_signs(operator, factor.num_signs, self.num_probes, generator),
-        }
-
-    @divided()
-    def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
-        known = None if others is None else others.covariance
-        known = known.inner if isinstance(known, WhitenedTasks) else known
-        options = {"pivots": draws["pivots"], "correct_diagonal": self.correct_diagonal, "known": known}
-        build = partial(self.recipe.build, **options)
-        factor = build(operator) if isinstance(operator, NoisyLinearOperator) else build_whitened(build, operator)
-        return Probes(*factor.sample(draws["base"]), factor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Whitened(ProbeDistribution):
-    """S of the solver's preconditioner: one factor serves both. Pivots and order of elimination are frozen."""
-
-    recipe: Vecchia | LowRankPlusVecchia
-    residual_of_one: ClassVar[float | None] = 0.12
-
     def has_drawn(self, draws: Draws) -> bool:
-        return "order" in draws and ("pivots" in draws) == isinstance(self.recipe, LowRankPlusVecchia)
+        """Whether these may be draws of it, and not of one with another kind of recipe."""
+        has_order, has_pivots = not isinstance(self.recipe, PivotedCholesky), not isinstance(self.recipe, Vecchia)
+        return ("order" in draws, "pivots" in draws) == (has_order, has_pivots)
 
     @divided()
     def draw(
         self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
-        is_known = others is not None and self.has_drawn(others)
-        noisy = of_independent_noise(operator)
-        system = operator if noisy is None else noisy
-        choices = _choices(others) if is_known else self.recipe.choices(system, generator)
-        count = sum(map(len, choices.values()))
-        return {**choices, "base": random_signs(operator, count, self.num_probes, generator)}
+        if others is not None and "order" in others and self.has_drawn(others):
+            choices = others
+        else:
+            noisy = of_independent_noise(operator)
+            choices = self.recipe.choices(operator if noisy is None else noisy, generator)
+        rank = choices["pivots"].shape[-1] if "pivots" in choices else 0
+        signs = random_signs(operator, rank + operator.shape[-1], self.num_probes, generator)
+        return {**choices, "base": signs}
 
     @divided()
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
+        build = partial(self.recipe.build, choices=draws)
         # Draws that begin together have the same pivots and order.
-        build = partial(self.recipe.build, choices=_choices(draws))
-        factor = build_whitened(build, operator) if others is None else others.covariance
+        factor = None if others is None else others.covariance
+        if isinstance(self.recipe, PivotedCholesky):
+            known = factor.inner if isinstance(factor, WhitenedTasks) else factor
+            build, factor = partial(build, correct_diagonal=self.correct_diagonal, known=known), None
+        if factor is None:
+            factor = build(operator) if isinstance(operator, NoisyLinearOperator) else build_whitened(build, operator)
         return Probes(*factor.sample(draws["base"]), factor)
-
-
-def _choices(draws: Draws) -> Draws:
-    return {name: draws[name] for name in ("pivots", "order") if name in draws}
 
 
 def suited_to(distribution: ProbeDistribution, solver: Solver, operator: LinearOperator) -> ProbeDistribution:
-    """`Whitened` for `Preconditioned` where the solver's preconditioner looks at neighbours."""
+    """`Preconditioned` by the solver's recipe, where that looks at neighbours."""
     recipe = solver.preconditioner if isinstance(solver, ConjugateGradients) else None
     is_local = isinstance(recipe, Vecchia) or (
         isinstance(recipe, LowRankPlusVecchia) and has_neighbours(of_independent_noise(operator))
     )
     if isinstance(distribution, Preconditioned) and is_local:
-        return Whitened(num_probes=distribution.num_probes, recipe=recipe)
+        return replace(distribution, recipe=recipe)
     return distribution
 
 

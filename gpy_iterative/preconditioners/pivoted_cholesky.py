@@ -6,6 +6,7 @@ Epperly et al. 2024, "Embrace rejection"; Diaz et al. 2023.
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -42,13 +43,18 @@ class PivotedCholesky(LowRankRecipe):
         check_count("rank", self.rank)
 
     @torch.no_grad()
+    def choices(self, operator: LinearOperator, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Pivots [*b, k]."""
+        return {"pivots": self.low_rank(operator, generator=generator)[1]}
+
+    @torch.no_grad()
     def build(
         self,
         operator: LinearOperator,
-        pivots: Tensor | None = None,
         *,
-        correct_diagonal: bool = False,
         generator: torch.Generator | None = None,
+        choices: Mapping[str, Tensor] | None = None,
+        correct_diagonal: bool = False,
         known: PivotedCholeskyFactor | None = None,
     ) -> PivotedCholeskyFactor:
         """See `PreconditionerRecipe.build`.
@@ -57,10 +63,11 @@ class PivotedCholesky(LowRankRecipe):
         multiply-adds.
 
         Args:
-            pivots: [*b, k] of an earlier factor, for a factor smooth in the hyperparameters.
+            choices: of an earlier factor, for one that is smooth in the hyperparameters.
             correct_diagonal: adds diag(K - L L^T), so that S has the diagonal of H.
             known: a factor of H, used if it has these pivots.
         """
+        pivots = None if choices is None else choices["pivots"]
         if known is not None and pivots is not None and torch.equal(known.pivots, pivots):
             factor, jitter = known.factor, known.jitter
         else:

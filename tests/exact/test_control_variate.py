@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.exact.control_variate import ControlVariate
-from gpy_iterative.exact.probes import Probes, Whitened
+from gpy_iterative.exact.probes import Preconditioned, Probes
 from gpy_iterative.fitting.choice import system_now
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusVecchia, Vecchia
@@ -208,7 +208,7 @@ def test_there_is_none_for_many_inputs_and_other_covariances() -> None:
     assert ControlVariate.of(Probes(signs, signs), operator) is None
     many = Regression(x, case.y, case.likelihood, kernels.ScaleKernel(kernels.MaternKernel(nu=1.5))).double()
     wide = operator_of(Case(many, case.likelihood, x, case.y))
-    whitened = Whitened(num_probes=2, recipe=Vecchia(5))
+    whitened = Preconditioned(num_probes=2, recipe=Vecchia(5))
     probes = whitened.probes(wide, None, whitened.draw(wide, None, torch.Generator().manual_seed(0)))
     assert ControlVariate.of(probes, wide) is None
 

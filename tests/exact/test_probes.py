@@ -19,7 +19,6 @@ from gpy_iterative.exact.probes import (
     Probes,
     Rademacher,
     RandomFeatures,
-    Whitened,
     probe_jitter,
     suited_to,
 )
@@ -48,9 +47,9 @@ DISTRIBUTIONS = {
         num_probes=s, recipe=PivotedCholesky(rank=5), correct_diagonal=False
     ),
     "preconditioned, random pivots": lambda s: Preconditioned(num_probes=s, recipe=RandomlyPivotedCholesky(rank=5)),
-    "whitened": lambda s: Whitened(num_probes=s, recipe=Vecchia(5)),
-    "whitened, low rank": lambda s: Whitened(num_probes=s, recipe=LowRankPlusVecchia(20)),
-    "whitened, low rank plus neighbours": lambda s: Whitened(num_probes=s, recipe=LowRankPlusVecchia(2)),
+    "whitened": lambda s: Preconditioned(num_probes=s, recipe=Vecchia(5)),
+    "whitened, low rank": lambda s: Preconditioned(num_probes=s, recipe=LowRankPlusVecchia(20)),
+    "whitened, low rank plus neighbours": lambda s: Preconditioned(num_probes=s, recipe=LowRankPlusVecchia(2)),
     "features": lambda s: RandomFeatures(num_probes=s, num_frequencies=20),
     "exact prior": lambda s: ExactPrior(num_probes=s),
 }
@@ -314,7 +313,7 @@ def test_all_sign_vectors_of_a_whitened_system_average_to_the_trace() -> None:
         kernel_operator(kernels.MaternKernel(nu=1.5).double()(x), KernelProducts()), torch.full((8,), 0.1).double()
     )
     derivative = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).double()
-    distribution = Whitened(num_probes=1, recipe=Vecchia(2))
+    distribution = Preconditioned(num_probes=1, recipe=Vecchia(2))
     signs = torch.tensor(list(itertools.product([-1.0, 1.0], repeat=8))).double().mT
     with torch.no_grad():
         draws = distribution.draw(operator, None, torch.Generator().manual_seed(1)) | {"base": signs}
@@ -346,7 +345,7 @@ def test_whitened_probes_have_a_fraction_of_the_variance_of_plain_ones() -> None
         variances = {}
         for name, distribution in (
             ("plain", Rademacher(num_probes=1000)),
-            ("whitened", Whitened(num_probes=1000, recipe=Vecchia(20))),
+            ("whitened", Preconditioned(num_probes=1000, recipe=Vecchia(20))),
         ):
             draws = distribution.draw(operator(0.8), None, torch.Generator().manual_seed(1))
             probes = distribution.probes(operator(0.8), None, draws)
@@ -359,7 +358,7 @@ def test_whitened_probes_have_a_fraction_of_the_variance_of_plain_ones() -> None
 def test_probes_take_the_covariance_of_the_solver_s_vecchia_preconditioner() -> None:
     operator, *_ = system()
     plain, vecchia = Preconditioned(num_probes=3), ConjugateGradients(preconditioner=Vecchia(5))
-    assert suited_to(plain, vecchia, operator) == Whitened(num_probes=3, recipe=Vecchia(5))
+    assert suited_to(plain, vecchia, operator) == Preconditioned(num_probes=3, recipe=Vecchia(5))
     for solver in (ConjugateGradients(), ConjugateGradients(preconditioner=None), AlternatingProjections()):
         assert suited_to(plain, solver, operator) is plain
     for other in (Rademacher(num_probes=3), RandomFeatures(num_probes=3, num_frequencies=5)):
@@ -370,7 +369,7 @@ def test_probes_take_the_covariance_of_the_default_preconditioner() -> None:
     operator, *_ = system()
     plain, solver = Preconditioned(num_probes=3), ConjugateGradients(preconditioner=LowRankPlusVecchia(5))
     whitened = suited_to(plain, solver, operator)
-    assert whitened == Whitened(num_probes=3, recipe=LowRankPlusVecchia(5))
+    assert whitened == Preconditioned(num_probes=3, recipe=LowRankPlusVecchia(5))
     batch = NoisyLinearOperator(operator.kernel.expand(2, N, N), operator.noise.expand(2, N))
     assert suited_to(plain, solver, batch) is plain  # without neighbours
 

@@ -105,7 +105,7 @@ def test_factor_and_pivots_are_the_greedy_ones(dtype: torch.dtype) -> None:
 def test_given_pivots_make_the_same_factor() -> None:
     operator = system()
     greedy = PivotedCholesky(rank=20).build(operator)
-    again = PivotedCholesky(rank=20).build(operator, pivots=greedy.pivots)
+    again = PivotedCholesky(rank=20).build(operator, choices={"pivots": greedy.pivots})
     torch.testing.assert_close(again.factor @ again.factor.mT, greedy.factor @ greedy.factor.mT, atol=1e-8, rtol=1e-8)
 
 
@@ -135,7 +135,7 @@ def test_a_kernel_that_is_zero_has_a_factor_without_columns(batch: tuple[int, ..
     operator = NoisyLinearOperator(DenseLinearOperator(torch.zeros(*batch, 6, 6)), torch.full((*batch, 6), NOISE))
     factor = PivotedCholesky(rank=3).build(operator)
     assert factor.rank == 0
-    again = PivotedCholesky(rank=3).build(operator, pivots=factor.pivots)
+    again = PivotedCholesky(rank=3).build(operator, choices={"pivots": factor.pivots})
     rhs = torch.ones(*batch, 6, 2)
     for each in (factor, again):
         torch.testing.assert_close(each.solve(rhs), rhs / NOISE)
@@ -264,7 +264,7 @@ def test_pivots_that_carry_only_rounding_fade_out(dtype: torch.dtype, size: floa
     # Drawn where forty pivots carry something, used where a dozen do.
     pivots = recipe.build(rounded(0.2, 0.0, torch.float64)).pivots
     operator = rounded(2.0, size, dtype)
-    built = recipe.build(operator, pivots=pivots, correct_diagonal=True)
+    built = recipe.build(operator, choices={"pivots": pivots}, correct_diagonal=True)
     assert built.rank == 40
     assert 0 < built.jitter < 50 * size
     exact = rounded(2.0, 0.0, torch.float64).kernel.to_dense()
@@ -272,14 +272,17 @@ def test_pivots_that_carry_only_rounding_fade_out(dtype: torch.dtype, size: floa
     # Nowhere far above the kernel, and where it carries something not far below.
     assert left[0] > -50 * size
     assert left[-1] < 100 * size + 1e-6
-    values = [recipe.build(rounded(2 + move, size, dtype), pivots=pivots).factor.double() for move in (0, 1e-5, 1e-3)]
+    values = [
+        recipe.build(rounded(2 + move, size, dtype), choices={"pivots": pivots}).factor.double()
+        for move in (0, 1e-5, 1e-3)
+    ]
     assert (values[1] - values[0]).norm() < 0.1 * (values[2] - values[0]).norm() or dtype == torch.float32
 
 
 def test_pivots_of_a_kernel_that_has_become_zero() -> None:
     pivots = PivotedCholesky(rank=10).build(system(20)).pivots
     zero = NoisyLinearOperator(DenseLinearOperator(torch.zeros(20, 20).double()), system(20).noise)
-    built = PivotedCholesky(rank=10).build(zero, pivots=pivots)
+    built = PivotedCholesky(rank=10).build(zero, choices={"pivots": pivots})
     assert not built.factor.any()
     torch.testing.assert_close(built.diagonal, zero.noise)
 
@@ -288,4 +291,4 @@ def test_jitter_is_raised_where_it_has_to_be_only() -> None:
     operator = system()
     pivots = PivotedCholesky(rank=20).build(operator).pivots
     assert PivotedCholesky(rank=20).build(operator).jitter == 0
-    assert PivotedCholesky(rank=20).build(operator, pivots=pivots).jitter == 0
+    assert PivotedCholesky(rank=20).build(operator, choices={"pivots": pivots}).jitter == 0

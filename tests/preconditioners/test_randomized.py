@@ -124,10 +124,10 @@ def test_given_pivots_make_the_same_factor_and_a_smooth_one() -> None:
     operator = radial(120)
     recipe = RandomlyPivotedCholesky(rank=20)
     drawn = recipe.build(operator)
-    again = recipe.build(operator, pivots=drawn.pivots)
+    again = recipe.build(operator, choices={"pivots": drawn.pivots})
     torch.testing.assert_close(again.factor @ again.factor.mT, drawn.factor @ drawn.factor.mT, atol=1e-7, rtol=1e-7)
-    assert torch.equal(PivotedCholesky(rank=20).build(operator, pivots=drawn.pivots).factor, again.factor)
-    _assert_smooth(lambda stretch: recipe.build(radial(120, stretch=stretch), pivots=drawn.pivots).factor)
+    assert torch.equal(PivotedCholesky(rank=20).build(operator, choices={"pivots": drawn.pivots}).factor, again.factor)
+    _assert_smooth(lambda stretch: recipe.build(radial(120, stretch=stretch), choices={"pivots": drawn.pivots}).factor)
 
 
 def _assert_smooth(factor_at) -> None:
