@@ -83,23 +83,26 @@ class Neighbours:
 
     def __init__(self, local: LocalPart, test_train: LinearOperator, coefficients: Tensor) -> None:
         self.local, self.test_train, self.coefficients = local, test_train, coefficients
-        self.points = points = coefficients.shape[:-1]
+        self.points = coefficients.shape[:-1]
         self.product = local.product.to(coefficients.dtype)
         self.rounding = local.rounding[..., None, None]
-        nearest = local.nearest_to(test_train)
-        if nearest is not None:
-            if test_train.batch_shape:  # members may share their points
-                nearest = nearest.expand(*test_train.shape[:-1], -1)
-            self.rest, self.index = None, nearest.reshape(*points, -1)
-            self.near = self._prior_at(self.index)
-            return
-        prior = blocks.dense(test_train)
-        prior = prior if local.observed is None else prior[..., local.observed]
-        self.rest = prior.reshape(*points, -1) - blocks.rows_product(coefficients, self.product.mT)
         with torch.no_grad():
-            score = self.rest.abs() / local.deviation.to(self.rest.dtype).unsqueeze(-2)
-            self.index = score.topk(local.num_neighbours, dim=-1).indices
-        self.near = self.rest.gather(-1, self.index)
+            nearest = local.nearest_to(test_train)
+            index = self._most_correlated() if nearest is None else nearest
+        # Members may share their nearest points.
+        shape = (*test_train.shape[:-1], -1) if test_train.batch_shape else index.shape
+        self.index = index.expand(shape).reshape(*self.points, -1)
+        self.prior = self._prior_at(self.index)
+
+    def _most_correlated(self) -> Tensor:
+        rest = self._known_rows() - blocks.rows_product(self.coefficients, self.product.mT)
+        score = rest.abs() / self.local.deviation.to(rest.dtype).unsqueeze(-2)
+        return score.topk(self.local.num_neighbours, dim=-1).indices
+
+    def _known_rows(self) -> Tensor:
+        """K(x, X) of the m observed data, [*batch, t, m]."""
+        rows, observed = blocks.dense(self.test_train), self.local.observed
+        return (rows if observed is None else rows[..., observed]).reshape(*self.points, -1)
 
     def _prior_at(self, index: Tensor) -> Tensor:
         observed = self.local.observed
@@ -108,22 +111,16 @@ class Neighbours:
         rows = torch.unravel_index(rows, self.test_train.shape[:-1])
         return self.test_train[(*rows, columns.flatten())].view(index.shape)
 
-    def _rest_at(self, index: Tensor) -> Tensor:
-        if self.rest is not None:
-            return self.rest.gather(-1, index)
-        return _past_projections(self._prior_at(index), self._rows(index), self.coefficients)
-
     def _weighted(self, points: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
         """R [*batch, t, k, k], k' and weights [*batch, t, k]."""
-        index, correlation = self.index[..., points, :], self.near[..., points, :]
+        index = self.index[..., points, :]
         rows = self._rows(index)
         with torch.no_grad():
             covariance = self._blocks(index, rows)
             covariance.diagonal(dim1=-2, dim2=-1).add_(self.rounding)
             lower = jittered_factor(covariance)
-        if self.rest is None:
-            correlation = _past_projections(correlation, rows, self.coefficients[..., points, :])
-        correlation = correlation.double()
+        projected = (rows @ self.coefficients[..., points, :].unsqueeze(-1)).squeeze(-1)
+        correlation = (self.prior[..., points, :] - projected).double()
         return covariance, correlation, torch.cholesky_solve(correlation.unsqueeze(-1), lower).squeeze(-1)
 
     def explained_variance(self) -> Tensor:
@@ -148,10 +145,11 @@ class Neighbours:
     def _pairwise(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """K'^T G and G^T R G from (t k)^2 kernel entries."""
         together = self.index.flatten(-2).unsqueeze(-2)
-        covariance = self._blocks(together, self._rows(together)).squeeze(-3)
+        rows = self._rows(together)
+        covariance = self._blocks(together, rows).squeeze(-3)
         # [*batch, t k, t]: column i has the weights of point i.
         weights = torch.diag_embed(weights.mT).movedim(-3, -2).flatten(-3, -2)
-        rest = self._rest_at(together.expand(*self.points, -1))
+        rest = self._prior_at(together.expand(*self.points, -1)) - self.coefficients @ rows.squeeze(-3).mT
         return rest.double() @ weights, weights.mT @ (covariance @ weights)
 
     def _by_products(self, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,15 +158,7 @@ class Neighbours:
         projected = self.product.mT @ columns
         square = columns.mT.double() @ blocks.product(self.local.operator, columns).double()
         square = square - projected.mT.double() @ projected.double()
-        columns = blocks.scatter_rows(columns, self.local.observed)
-        if self.test_train.dim() > len(self.points):
-            cross = blocks.product(self.test_train, columns)
-        else:  # one list: only the diagonal blocks are needed
-            size = self.points[-1]
-            listed = blocks.product(self.test_train, columns.movedim(-2, 0).flatten(1))
-            cross = listed.reshape(-1, size, listed.shape[-1] // size, size)
-            member = torch.arange(cross.shape[0], device=cross.device)
-            cross = cross[member, :, member].reshape(*self.points, size)
+        cross = blocks.rows_product(self._known_rows(), columns)
         return cross.double() - self.coefficients.double() @ projected.double(), square
 
     def _rows(self, index: Tensor) -> Tensor:
@@ -182,10 +172,6 @@ class Neighbours:
 
     def _blocks(self, index: Tensor, rows: Tensor) -> Tensor:
         return (blocks.principal_blocks(self.local.operator, index).to(rows.dtype) - rows @ rows.mT).double()
-
-
-def _past_projections(prior: Tensor, rows: Tensor, coefficients: Tensor) -> Tensor:
-    return prior - (rows @ coefficients.unsqueeze(-1)).squeeze(-1)
 
 
 def jittered_factor(covariances: Tensor) -> Tensor:
