@@ -8,6 +8,7 @@ Williams 2006, section 3.5): with B_c = I + D_c^1/2 K_c D_c^1/2, E_c = D_c^1/2 B
 where 1 stacks C identities. Its cost is C n^3, that of other factors (C n)^3.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from gpy_iterative.laplace.newton.base import Inverse, Iterate, LaplaceSolver, P
 from gpy_iterative.linear_operators.latent import LatentPrior, RepeatedKernelLinearOperator
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, warned_cholesky
 
+#: Of the stationarity in a step, after which the next one keeps the factors.
+FALL = 0.25
+
 Found = TypeVar("Found")
 
 
@@ -35,10 +39,11 @@ def _kept(compute: Callable[[Any], Found]) -> "cached_property[Found]":
 
 
 class DenseKernel(StepSolver):
-    """K [n C, n C] as matrices in float64, and exact steps. Raises NonFiniteError."""
+    """K [n C, n C] as matrices in float64, and steps by dense factors. Raises NonFiniteError."""
 
     def __init__(self, operator: LinearOperator) -> None:
         self.operator = operator
+        self._earlier: tuple[DenseInverse, float] | None = None  # of the last step, and the stationarity before it
 
     @_kept
     def joint(self) -> Tensor:
@@ -66,8 +71,13 @@ class DenseKernel(StepSolver):
         return JointInverse(self, curvature)
 
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
+        # While W hardly changes, a step by earlier factors, for n^2, leaves as little.
+        inverse, before = self._earlier or (self.inverse(curvature), math.inf)
+        if iterate.stationarity > FALL * before:
+            inverse = self.inverse(curvature)
+        self._earlier = inverse, iterate.stationarity
         # dv = e - P K e with e = g - v: v itself would cancel for a large W.
-        dv = iterate.error - self.inverse(curvature).matmul(self.matmul(iterate.error))
+        dv = iterate.error - inverse.matmul(self.matmul(iterate.error))
         return dv, self.matmul(dv)
 
     def finish(self, iterate: Iterate, curvature: Curvature) -> Inverse:
@@ -229,9 +239,9 @@ def _identity_like(factor: CholeskyFactor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LaplaceCholesky(LaplaceSolver):
-    """Newton's method with exact steps: (n C)^3 per step, a few times 8 (n C)^2 bytes.
+    """Newton's method with dense factors: (n C)^3 for each, a few times 8 (n C)^2 bytes. Near the mode, steps share them.
 
-    For a softmax without mixing weights and independent functions a step costs C n^3.
+    For a softmax without mixing weights and independent functions factors cost C n^3.
 
     Options: see `LaplaceSolver`; the default tolerance is 1e-10 (float32 kernels: 1e-5).
     """

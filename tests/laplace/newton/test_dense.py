@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gpy_iterative.laplace.evidence import exact_evidence
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
-from gpy_iterative.laplace.newton.dense import ClassInverse, DenseKernel, JointInverse
+from gpy_iterative.laplace.newton.dense import ClassInverse, DenseInverse, DenseKernel, JointInverse
 from gpy_iterative.solvers import LaplaceCholesky
 from tests.laplace.cases import Case, case
 
@@ -89,6 +89,20 @@ def test_class_probabilities_that_vanish() -> None:
     inverse = DenseKernel(prior.operator).inverse(curvature)
     torch.testing.assert_close(inverse.covariance_blocks(prior), prior.point_blocks())
     assert float(inverse.logdet()) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["softmax", "logit", "student"])
+def test_steps_share_factors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, factored = case(name, n=40), DenseInverse._factored
+    start = LaplaceCholesky().solve(problem.prior(), problem.pointwise()).value
+    problem.model.covar_module.outputscale = 1.02 * problem.model.covar_module.outputscale.detach()
+    made: list[Tensor] = []
+    monkeypatch.setattr(DenseInverse, "_factored", lambda self, matrix: made.append(matrix) or factored(self, matrix))
+    solution = LaplaceCholesky().solve(problem.prior(), problem.pointwise(), initial_weights=start)
+    assert solution.converged
+    assert solution.stationarity < 1e-10
+    assert solution.num_outer > 2
+    assert len(made) == (2 if name == "softmax" else 1)  # B_c and M, or I + R^T K R
 
 
 @pytest.mark.parametrize("name", ["softmax", "logit"])
