@@ -31,7 +31,7 @@ from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.dense import DenseInverse
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem
-from gpy_iterative.linear_operators.latent import LatentPrior
+from gpy_iterative.linear_operators.latent import LatentPrior, function_kernels
 from gpy_iterative.linear_solvers.logdet.lanczos import LogDeterminantQuadrature, SharedProducts
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.surrogate import surrogate
@@ -46,7 +46,7 @@ class ObjectiveEstimate:
 
     value: Tensor  # L, []
     value_sem: Tensor  # []
-    left: Tensor  # dL/dK = left right^T, [n C, k] each, or left [n C, n C]
+    left: Tensor  # dL/dK = left right^T, [n C, k] each, or left [n C, n C], or [C, n, n] of independent functions
     right: Tensor | None
     mean_weights: Tensor  # dL/dm, [n C]
     likelihood_terms: Callable[[], Tensor]  # its gradient is dL/dphi
@@ -64,11 +64,14 @@ class ObjectiveEstimate:
 
     def with_gradient(self, prior: LatentPrior, likelihood: PointwiseLikelihood) -> Tensor:
         """L [] in the prior's dtype, with gradients."""
-        dtype = prior.operator.dtype
+        dtype, operator, left = prior.operator.dtype, prior.operator, self.left
+        kernels = function_kernels(operator)
+        if kernels is not None and left.dim() == 3:
+            operator, left = kernels, left.sum_to_size(kernels.shape)
         value = surrogate(
-            prior.operator,
+            operator,
             self.value.to(dtype),
-            self.left.to(dtype),
+            left.to(dtype),
             None if self.right is None else self.right.to(dtype),
             self.mean_weights.to(dtype),
             -prior.mean.flatten(),
@@ -99,11 +102,10 @@ def exact_evidence(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
         weighted = (hessian @ kernel.joint.view(*solution.latent.shape, -1)).flatten(0, 1)
         weighted.diagonal().add_(1)
         adjoint = torch.linalg.solve(weighted, source)
-    mixed = torch.outer(adjoint, v)
     return ObjectiveEstimate(
         value=solution.log_joint - logdet / 2,
         value_sem=torch.zeros_like(logdet),
-        left=(torch.outer(v, v) + mixed + mixed.mT - inverse.precision()) / 2,
+        left=inverse.weights(v, v / 2 + adjoint),
         right=None,
         mean_weights=v + adjoint,
         likelihood_terms=partial(_likelihood_terms, likelihood, solution.latent, kernel.matmul(adjoint), covariance),

@@ -118,6 +118,13 @@ def point_blocks(operator: LinearOperator, num_latents: int) -> Tensor:
     )
 
 
+def function_kernels(operator: LinearOperator) -> LinearOperator | None:
+    """Kernels [C, n, n] of independent functions, [n, n] if shared; None for others."""
+    if isinstance(operator, RepeatedKernelLinearOperator):
+        return operator.kernel
+    return operator.base_linear_op if isinstance(operator, BlockInterleavedLinearOperator) else None
+
+
 def latent_prior(
     function_dist: MultivariateNormal,
     products: KernelProducts,

@@ -17,14 +17,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from linear_operator import LinearOperator
-from linear_operator.operators import BlockInterleavedLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature, SoftmaxCurvature
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR, CurvatureFloor
 from gpy_iterative.laplace.newton.base import Inverse, Iterate, LaplaceSolver, Problem, StepSolver
-from gpy_iterative.linear_operators.latent import LatentPrior, RepeatedKernelLinearOperator
+from gpy_iterative.linear_operators.latent import LatentPrior, function_kernels
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, warned_cholesky
 
 #: Of the stationarity in a step, after which the next one keeps the factors.
@@ -52,11 +51,8 @@ class DenseKernel(StepSolver):
     @_kept
     def by_class(self) -> Tensor | None:
         """Kernels [C, n, n] or, if shared, [1, n, n] of independent functions; else None."""
-        if isinstance(self.operator, RepeatedKernelLinearOperator):
-            return _finite(self.operator.kernel).unsqueeze(0)
-        if isinstance(self.operator, BlockInterleavedLinearOperator):
-            return _finite(self.operator.base_linear_op)
-        return None
+        kernels = function_kernels(self.operator)
+        return None if kernels is None else _finite(kernels).view(-1, *kernels.matrix_shape)
 
     def matmul(self, column: Tensor) -> Tensor:
         """K x [n C]."""
@@ -116,8 +112,8 @@ class DenseInverse(Inverse):
         """P x [n C]."""
 
     @abstractmethod
-    def precision(self) -> Tensor:
-        """P [n C, n C], zero where K is by structure."""
+    def weights(self, left: Tensor, right: Tensor) -> Tensor:
+        """Of the entries of dK in left^T dK right - tr(P dK) / 2, symmetric: [n C, n C] or, by class, [C, n, n]."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +130,9 @@ class JointInverse(DenseInverse):
         solved = self._factor.solve(self.curvature.root_t(column.unsqueeze(-1)))
         return self.curvature.root(solved).squeeze(-1)
 
-    def precision(self) -> Tensor:
+    def weights(self, left: Tensor, right: Tensor) -> Tensor:
         half = self.curvature.root(self._factor.inverse())
-        return self.curvature.root(half.mT)
+        return _weights(left, right, self.curvature.root(half.mT))
 
     @_kept
     def actions(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -173,8 +169,7 @@ class ClassInverse(DenseInverse):
     @_kept
     def _shared(self) -> CholeskyFactor:
         """Factor L [n, n] of M."""
-        total = self._parts.sum(0)
-        return self._factored((total + total.mT) / 2)
+        return self._factored(self._parts.sum(0))
 
     @_kept
     def _coupling(self) -> Tensor:
@@ -188,18 +183,14 @@ class ClassInverse(DenseInverse):
         own = self._parts @ column.view(self.kernels.shape[-1], -1).mT.unsqueeze(-1)
         return (own - self._parts @ self._shared.solve(own.sum(0))).squeeze(-1).mT.flatten()
 
-    def precision(self) -> Tensor:
-        blocks = self._parts - self._coupling.mT @ self._coupling
-        count, size = blocks.shape[:2]
-        joint = blocks.new_zeros(size, count, size, count)
-        joint.diagonal(dim1=1, dim2=3).copy_(blocks.movedim(0, -1))
-        return joint.view(size * count, size * count)
+    def weights(self, left: Tensor, right: Tensor) -> Tensor:
+        columns = (column.view(self.kernels.shape[-1], -1).mT for column in (left, right))
+        return _weights(*columns, torch.baddbmm(self._parts, self._coupling.mT, self._coupling, alpha=-1))
 
     def covariance_blocks(self, prior: LatentPrior) -> Tensor:
         known = self._factors.whiten(self._scale * self.kernels)  # L_c^-1 D^1/2 K
         own = prior.point_blocks().double() - torch.diag_embed(known.square().sum(-2).mT)
-        images = self._scale * torch.linalg.solve_triangular(self._factors.lower.mT, known, upper=True)  # E_c K_c
-        coupled = self._shared.whiten(images).permute(2, 0, 1).contiguous()
+        coupled = (self._coupling @ self.kernels).permute(2, 0, 1).contiguous()
         return own + coupled @ coupled.mT
 
     @_kept
@@ -215,6 +206,11 @@ class ClassInverse(DenseInverse):
         return _by_point(self.kernels @ self.actions.view(self.kernels.shape[-1], -1, self.rank).transpose(0, 1))
 
 
+def _weights(left: Tensor, right: Tensor, precision: Tensor) -> Tensor:
+    columns = torch.stack([left, right], dim=-1)
+    return (columns @ columns.flip(-1).mT).sub_(precision).div_(2)
+
+
 def _by_point(classes: Tensor) -> Tensor:
     """[n C, b] from [C, n, b]."""
     return classes.transpose(0, 1).flatten(0, 1)
@@ -228,7 +224,6 @@ def _finite(operator: LinearOperator) -> Tensor:
 
 
 def _plus_identity(matrix: Tensor) -> Tensor:
-    matrix = (matrix + matrix.mT) / 2
     matrix.diagonal(dim1=-2, dim2=-1).add_(1)
     return matrix
 
