@@ -46,7 +46,14 @@ class DenseKernel(StepSolver):
 
     @_kept
     def joint(self) -> Tensor:
-        return _finite(self.operator)
+        kernels = self.by_class
+        if kernels is None:
+            return _finite(self.operator)
+        size = kernels.shape[-1]
+        count = self.operator.shape[-1] // size
+        joint = kernels.new_zeros(size, count, size, count)
+        joint.diagonal(dim1=1, dim2=3).copy_(kernels.movedim(0, -1))
+        return joint.flatten(2).flatten(0, 1)
 
     @_kept
     def by_class(self) -> Tensor | None:

@@ -61,6 +61,14 @@ def test_everything_equals_a_naive_inverse(name: str, kind: str, outputscale: fl
     assert_near(kernel - inverse.image_of_root @ inverse.image_of_root.mT, posterior)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("softmax-mixed", "own"), ("softmax-wide", "shared")])
+def test_the_joint_kernel_takes_no_product(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, same = (case(name, n=14, kind=kind).prior().operator for _ in range(2))
+    dense = same.to_dense()  # is kept
+    monkeypatch.setattr(type(operator), "_matmul", None)
+    assert torch.equal(DenseKernel(operator).joint, dense)
+
+
 @pytest.mark.parametrize("outputscale", [1.0, 1e4, 1e6])
 @pytest.mark.parametrize(("name", "kind"), CLASSES)
 def test_evidence_by_class_is_that_of_all_latent_values(name: str, kind: str, outputscale: float) -> None:
