@@ -84,6 +84,7 @@ class DenseKernel(StepSolver):
         return dv, self.matmul(dv)
 
     def finish(self, iterate: Iterate, curvature: Curvature) -> Inverse:
+        self._earlier = None  # else a solution, which holds this kernel, would keep two sets of factors
         return self.inverse(curvature)
 
 

@@ -1,5 +1,6 @@
 """Dense factors against naive inverses of matrices of all latent values."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from gpy_iterative.laplace.evidence import exact_evidence
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
 from gpy_iterative.laplace.newton.dense import ClassInverse, DenseInverse, DenseKernel, JointInverse
 from gpy_iterative.linear_operators.extensions import function_blocks
+from gpy_iterative.linear_solvers.cholesky import CholeskyFactor
 from gpy_iterative.solvers import LaplaceCholesky
 from tests.laplace.cases import Case, case
 
@@ -111,6 +113,22 @@ def test_steps_share_factors(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert solution.stationarity < 1e-10
     assert solution.num_outer > 2
     assert len(made) == (2 if name == "softmax" else 1)  # B_c and M, or I + R^T K R
+
+
+@pytest.mark.parametrize("name", ["softmax", "logit"])
+def test_a_solution_keeps_no_factors_of_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, factored, made = case(name, n=20), DenseInverse._factored, []
+
+    def watched(inverse: DenseInverse, matrix: Tensor) -> CholeskyFactor:
+        factor = factored(inverse, matrix)
+        made.append(weakref.ref(factor))
+        return factor
+
+    monkeypatch.setattr(DenseInverse, "_factored", watched)
+    solution = LaplaceCholesky().solve(problem.prior(), problem.pointwise())
+    assert solution.converged
+    assert made
+    assert not any(factor() for factor in made)
 
 
 @pytest.mark.parametrize("name", ["softmax", "logit"])
