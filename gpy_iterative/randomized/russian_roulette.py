@@ -50,7 +50,8 @@ class RussianRouletteMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     Args:
         likelihood, model, products, generator: as in `HutchinsonMarginalLogLikelihood`.
         truncation: distribution of J: a `gpy_iterative.truncation.Truncation` or `AutomaticTruncation()`.
-        num_truncations: M draws of J for the targets. More lower the variance and lengthen the run.
+        num_truncations: M draws of J for the targets, at least 2 if J is random. More lower the variance and lengthen the
+            run.
         num_probes: probe vectors.
         probe_truncation: "independent" draws J per probe (less variance); "shared" uses the targets' first J (shorter run).
         preconditioner: of the series, and covariance of the probes; None: the identity. A larger rank lowers the
