@@ -44,6 +44,10 @@ class KroneckerLinearOperator(KroneckerProductLinearOperator):
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return self.mT._matmul(rhs)
 
+    def to_dense(self) -> Tensor:
+        entries = torch.einsum("...ab,...ij->...aibj", to_dense(self.points), to_dense(self.tasks))
+        return entries.flatten(-2).flatten(-3, -2)
+
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         points, tasks = self.points, self.tasks
         left = left_vecs.unflatten(-2, (-1, tasks.shape[-2]))

@@ -23,7 +23,7 @@ from gpy_iterative.linear_operators.extensions import (
     principal_block,
     rows_matmul,
 )
-from gpy_iterative.linear_operators.latent import RepeatedKernelLinearOperator
+from gpy_iterative.linear_operators.latent import latent_operator
 from gpy_iterative.linear_operators.radial.functions import MATERN12, MATERN32, MATERN52, RATIONAL_QUADRATIC, RBF
 from tests.devices import moved
 from tests.simulated_device import DEVICE, SimulatedDevice
@@ -82,7 +82,7 @@ MAKERS = {
     "spread": spread,
     "generic": generic,
     "noisy": noisy,
-    "repeated": lambda device: RepeatedKernelLinearOperator(radial(RBF)(device), repeats=2),
+    "repeated": lambda device: latent_operator(radial(RBF)(device), 2, shared=True),
 }
 
 
@@ -97,15 +97,13 @@ def everything(operator: LinearOperator) -> dict[str, Tensor]:
         if not batch:
             some, picked = slice(rows // 3, rows - rows // 4), torch.tensor([rows - 1, 0, rows // 2]).to(device)
             found["picked rows"] = rows_matmul(operator, picked, right)
-            if not isinstance(operator, RepeatedKernelLinearOperator):
-                found["rows"] = rows_matmul(operator, some, right)
-                found["dense rows"] = dense_rows(operator, picked)
-                if rows == columns:
-                    found["columns"] = columns_matmul(operator, some, right[some])
-                    found["block"] = principal_block(operator, some)
+            found["rows"] = rows_matmul(operator, some, right)
+            found["dense rows"] = dense_rows(operator, picked)
+            if rows == columns:
+                found["columns"] = columns_matmul(operator, some, right[some])
+                found["block"] = principal_block(operator, some)
     derivatives = {"bilinear": torch.no_grad()(operator._bilinear_derivative)(left, right)}
-    if not isinstance(operator, RepeatedKernelLinearOperator):
-        derivatives["matrix"] = matrix_derivative(operator, random(*batch, rows, columns, seed=4).to(device))
+    derivatives["matrix"] = matrix_derivative(operator, random(*batch, rows, columns, seed=4).to(device))
     for name, parts in derivatives.items():
         found |= {f"{name} {i}": part for i, part in enumerate(parts) if part is not None}
     return {name: value.detach().cpu() for name, value in found.items()}

@@ -7,12 +7,12 @@ import pytest
 import torch
 from gpytorch import kernels
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from linear_operator import to_linear_operator
+from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase
 from torch import Tensor
 
 from gpy_iterative.linear_operators import KernelProducts, latent_prior
-from gpy_iterative.linear_operators.latent import RepeatedKernelLinearOperator, point_blocks
+from gpy_iterative.linear_operators.latent import latent_operator, point_blocks
 from tests.laplace.cases import inputs
 
 
@@ -20,13 +20,13 @@ class TestRepeatedKernel(LinearOperatorTestCase, unittest.TestCase):
     seed = 4
     should_test_sample = True
 
-    def create_linear_op(self) -> RepeatedKernelLinearOperator:
+    def create_linear_op(self) -> LinearOperator:
         root = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
         matrix = (root @ root.mT + 4 * torch.eye(4)).requires_grad_()
-        return RepeatedKernelLinearOperator(to_linear_operator(matrix), repeats=3)
+        return latent_operator(to_linear_operator(matrix), 3, shared=True)
 
-    def evaluate_linear_op(self, linear_op: RepeatedKernelLinearOperator) -> Tensor:
-        return torch.kron(linear_op.kernel.to_dense(), torch.eye(3))
+    def evaluate_linear_op(self, linear_op: LinearOperator) -> Tensor:
+        return torch.kron(linear_op.linear_ops[0].to_dense(), torch.eye(3))
 
     # Upstream's reference differentiates eigenvectors. Here each eigenvalue is there three times: these have no derivative.
     def test_sqrt_inv_matmul(self) -> None:
@@ -36,9 +36,24 @@ class TestRepeatedKernel(LinearOperatorTestCase, unittest.TestCase):
     def test_sqrt_inv_matmul_no_lhs(self) -> None:
         self._check_root(None, torch.randn(12, 3, generator=torch.Generator().manual_seed(0)))
 
+    # Upstream compares eigenvectors, which are not unique here.
+    def test_eigh(self) -> None:
+        self._check_eigenvectors(*torch.linalg.eigh(self.create_linear_op()))
+
+    def test_diagonalization(self) -> None:
+        self._check_eigenvectors(*self.create_linear_op().diagonalization())
+
+    def test_diagonalization_symeig(self) -> None:
+        self._check_eigenvectors(*self.create_linear_op().diagonalization(method="symeig"))
+
+    def _check_eigenvectors(self, values: Tensor, vectors: LinearOperator) -> None:
+        dense, operator = vectors.to_dense(), self.create_linear_op()
+        torch.testing.assert_close(dense.mT @ dense, torch.eye(12))
+        torch.testing.assert_close((dense * values) @ dense.mT, self.evaluate_linear_op(operator))
+
     def _check_root(self, lhs: Tensor | None, rhs: Tensor) -> None:
         operator = self.create_linear_op().detach().requires_grad_(True)
-        matrix = operator.kernel.to_dense().detach().requires_grad_()
+        matrix = operator.linear_ops[0].to_dense().detach().requires_grad_()
         values, vectors = torch.linalg.eigh(matrix)
         root = torch.kron(vectors @ (values.rsqrt().unsqueeze(-1) * vectors.mT), torch.eye(3))
         if lhs is None:

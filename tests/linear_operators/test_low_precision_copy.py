@@ -35,7 +35,7 @@ from gpy_iterative.linear_operators.extensions import (
     rows_matmul,
     with_products,
 )
-from gpy_iterative.linear_operators.latent import RepeatedKernelLinearOperator
+from gpy_iterative.linear_operators.latent import latent_operator
 from gpy_iterative.linear_operators.radial.functions import MATERN32
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
@@ -154,7 +154,7 @@ def compositions() -> dict[str, Callable[[KernelProducts], LinearOperator]]:
         "multitask": of(index),
         "batch": of(kernels.ScaleKernel(kernels.RBFKernel(batch_shape=torch.Size([2])), batch_shape=torch.Size([2]))),
         "noisy": lambda products: NoisyLinearOperator(of(kernels.RQKernel())(products), torch.ones(12).double()),
-        "repeated": lambda products: RepeatedKernelLinearOperator(of(kernels.RBFKernel())(products), repeats=2),
+        "repeated": lambda products: latent_operator(of(kernels.RBFKernel())(products), 2, shared=True),
         "with an identity": lambda products: (
             of(kernels.RBFKernel())(products) + IdentityLinearOperator(12, dtype=torch.float64)
         ),

@@ -6,16 +6,14 @@
 from dataclasses import dataclass
 
 import torch
-from linear_operator import LinearOperator
-from linear_operator.operators import BlockInterleavedLinearOperator
 from torch import Tensor
 from torch.nn import functional
 
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
-from gpy_iterative.linear_operators.latent import LatentPrior, RepeatedKernelLinearOperator
+from gpy_iterative.linear_operators.latent import LatentPrior, function_kernels
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import block_cholesky
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, LowRankRecipe
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe
 
 WEIGHTED_COLUMNS = 32
 
@@ -72,22 +70,18 @@ def latent_factor(
     operator, latents = prior.operator, prior.num_latents
     mean = curvature.blocks().diagonal(dim1=-2, dim2=-1).mean()
     noise = float(1 / mean) if mean > 0 else 1.0
-    if isinstance(operator, RepeatedKernelLinearOperator):
-        built = _built(recipe, operator.kernel, noise, generator)
-        return LatentFactor(built.factor.expand(latents, -1, -1), built.build_epochs)
-    if isinstance(operator, BlockInterleavedLinearOperator):
-        kernels = operator.base_linear_op
-        members = [_built(recipe, kernels[member], noise, generator) for member in range(latents)]
-        # Ranks may differ.
-        rank = max(member.factor.shape[-1] for member in members)
-        columns = [functional.pad(member.factor, (0, rank - member.factor.shape[-1])) for member in members]
-        return LatentFactor(torch.stack(columns), sum(member.build_epochs for member in members) / latents)
-    built = _built(recipe, operator, noise, generator)
-    return LatentFactor(built.factor.unsqueeze(0), built.build_epochs)
-
-
-def _built(
-    recipe: LowRankRecipe, kernel: LinearOperator, noise: float, generator: torch.Generator
-) -> LowRankPlusDiagonal:
-    diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
-    return recipe.build(NoisyLinearOperator(kernel, torch.full_like(diagonal, noise)), generator=generator)
+    kernels = function_kernels(operator)
+    if kernels is None:
+        parts = [operator]
+    else:
+        parts = [kernels[member] for member in range(latents)] if kernels.batch_shape else [kernels]
+    diagonals = [part.diagonal(dim1=-1, dim2=-2).detach() for part in parts]
+    built = [
+        recipe.build(NoisyLinearOperator(part, torch.full_like(diagonal, noise)), generator=generator)
+        for part, diagonal in zip(parts, diagonals, strict=True)
+    ]
+    # Ranks may differ.
+    rank = max(member.factor.shape[-1] for member in built)
+    columns = torch.stack([functional.pad(member.factor, (0, rank - member.factor.shape[-1])) for member in built])
+    epochs = sum(member.build_epochs for member in built) / len(built)
+    return LatentFactor(columns if kernels is None else columns.expand(latents, -1, -1), epochs)
