@@ -32,14 +32,8 @@ class ScaledInputs:
         return ScaledInputs(self.apart.index_select(0, nodes), together)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Those of all factors."""
-
-    factors: tuple[ScaledInputs, ...]
-
-    def of(self, nodes: Tensor) -> "Inputs":
-        return Inputs(tuple(inputs.of(nodes) for inputs in self.factors))
+#: Those of all factors.
+Inputs = Sequence[ScaledInputs]
 
 
 class RadialEntries:
@@ -137,11 +131,11 @@ class ProductEntries:
         return reduce(torch.maximum, [factor.at_distances(distances) for factor in self.factors])
 
     def inputs(self, rows: Tensor) -> Inputs:
-        return Inputs(tuple(factor.inputs(rows) for factor in self.factors))
+        return [factor.inputs(rows) for factor in self.factors]
 
     def blocks(self, left: Inputs, right: Inputs) -> Tensor:
         """Blocks [b, m, p] between points left [b, m] and right [b, p]."""
-        given = zip(self.factors, left.factors, right.factors, strict=True)
+        given = zip(self.factors, left, right, strict=True)
         return reduce(torch.Tensor.mul_, [factor.blocks(*pair) for factor, *pair in given])
 
     def at_proxies(self, rows: Tensor, proxies: Tensor) -> Tensor:
@@ -154,7 +148,7 @@ class ProductEntries:
         first, last = proxies.split([len(proxies[0]) - count, count], dim=1)
         found = [self.blocks(points, self.inputs(first))]
         for number, part in enumerate(last.tensor_split(len(self.factors), dim=1)):
-            given = zip(self.factors, points.factors, self.inputs(part).factors, strict=True)
+            given = zip(self.factors, points, self.inputs(part), strict=True)
             blocks = [
                 factor.derivatives(*pair) if place == number else factor.blocks(*pair)
                 for place, (factor, *pair) in enumerate(given)

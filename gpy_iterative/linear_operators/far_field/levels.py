@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.far_field.entries import Inputs
+from gpy_iterative.linear_operators.far_field.entries import Inputs, ScaledInputs
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.worker_threads import ByDevice, run, summed
 
@@ -60,9 +60,10 @@ class Batch:
     def right(self) -> Tensor:
         return self.part.pairs[1, self.pairs]
 
-    @property
-    def inputs(self) -> tuple[Inputs, Inputs]:
-        return self.part.inputs.of(self.left), self.part.inputs.of(self.right)
+    def inputs(self, number: int) -> tuple[ScaledInputs, ScaledInputs]:
+        """A factor's inputs of both sides."""
+        factor = self.part.inputs[number]
+        return factor.of(self.left), factor.of(self.right)
 
     @property
     def shape(self) -> torch.Size:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.far_field.entries import ProductEntries, RadialEntries, ScaledInputs
+from gpy_iterative.linear_operators.far_field.entries import ProductEntries, RadialEntries
 from gpy_iterative.linear_operators.far_field.far_field import FarField, far_field
 from gpy_iterative.linear_operators.far_field.levels import Batch
 from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
@@ -97,19 +97,19 @@ class RadialFarField(RadialTiles):
     def evaluate(self, tile: Tile | Batch, out: Tensor) -> Tensor:
         if isinstance(tile, Tile):
             return super().evaluate(tile, out)
-        return self.own_entries.blocks(*own_inputs(tile, self.number), out, self.scratch(tile.shape, 1))
+        return self.own_entries.blocks(*tile.inputs(self.number), out, self.scratch(tile.shape, 1))
 
     def evaluate_both(self, tile: Tile | Batch, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(tile, Tile):
             return super().evaluate_both(tile, value, derivative)
         own = self.own_entries
-        u, scratch = own.squared_distances(*own_inputs(tile, self.number), value, derivative)
+        u, scratch = own.squared_distances(*tile.inputs(self.number), value, derivative)
         return own.function.value_and_derivative_(u, scratch, self.alpha)
 
     def alpha_derivatives(self, tile: Tile | Batch) -> Tensor:
         if isinstance(tile, Tile):
             return super().alpha_derivatives(tile)
-        u, _ = self.own_entries.squared_distances(*own_inputs(tile, self.number))
+        u, _ = self.own_entries.squared_distances(*tile.inputs(self.number))
         return self.own_entries.function.alpha_derivative(u, self.alpha)
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
@@ -177,12 +177,6 @@ class RadialFarField(RadialTiles):
                 _add_differences(by_node, points, batch, weights.mul_(derivatives).double())
             inputs.index_add_(0, rows.flatten(), by_node.mT.flatten(0, 1))
         return [inputs, sum_of_values, sum_of_alpha]
-
-
-def own_inputs(batch: Batch, number: int) -> tuple[ScaledInputs, ScaledInputs]:
-    """A factor's inputs of both sides."""
-    left, right = batch.inputs
-    return left.factors[number], right.factors[number]
 
 
 def _add_differences(sums: Tensor, points: Tensor, batch: Batch, weights: Tensor) -> None:

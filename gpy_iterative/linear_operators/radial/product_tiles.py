@@ -12,7 +12,7 @@ from gpy_iterative.changes import SeenVersions
 from gpy_iterative.linear_operators.far_field.entries import ProductEntries, RadialEntries
 from gpy_iterative.linear_operators.far_field.far_field import FarField
 from gpy_iterative.linear_operators.far_field.levels import Batch
-from gpy_iterative.linear_operators.far_field.radial import RadialFarField, own_inputs
+from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
@@ -83,8 +83,7 @@ class ProductTiles(RadialFarField):
         for place, other in self._others.items():
             out = other.scratch(tile.shape, 0)
             if isinstance(tile, Batch):
-                inputs, scratch = own_inputs(tile, place), other.scratch(tile.shape, 1)
-                entries = self.entries.factors[place].blocks(*inputs, out, scratch)
+                entries = self.entries.factors[place].blocks(*tile.inputs(place), out, other.scratch(tile.shape, 1))
             else:
                 entries = other.evaluate(tile, out)
             for block in blocks:

@@ -31,7 +31,7 @@ def true_error(x: Tensor, levels: Levels, entries: ProductEntries) -> float:
     """Root mean square error of all entries over their standard deviation."""
     squares, values = 0.0, torch.exp(-0.5 * torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square())
     for some, true in zip(torch.eye(len(x), dtype=x.dtype).split(500), values.split(500), strict=True):
-        found = levels.matmul(some.mT, lambda batch: entries.blocks(*batch.inputs), levels.batches)
+        found = levels.matmul(some.mT, lambda batch: entries.factors[0].blocks(*batch.inputs(0)), levels.batches)
         squares += float((found.mT - true).square().sum())
     return math.sqrt(squares) / len(x) / float(values.std())
 

@@ -415,7 +415,9 @@ def test_float32_interpolates_the_points_of_its_entries() -> None:
     field = far_field_module.far_field(entries, 1e-5)
     assert field is not None
     vectors = torch.randn(len(x), 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    product = field.levels.matmul(vectors.float(), lambda batch: entries.blocks(*batch.inputs), field.levels.batches)
+    product = field.levels.matmul(
+        vectors.float(), lambda batch: entries.factors[0].blocks(*batch.inputs(0)), field.levels.batches
+    )
     rows = entries.inputs(torch.arange(len(x)).unsqueeze(0))
     exact = entries.blocks(rows, rows).squeeze(0).double()
     error = (product - exact @ vectors).square().mean().sqrt() / len(x) ** 0.5 / exact.std()
