@@ -28,22 +28,20 @@ class RadialFarField(RadialTiles):
         args: of `RadialTiles`.
         angles: the first so many coordinates are those of circles; RBF only. A period moves neighbours on a circle by
             different turns, which the far field's derivative cannot tell: it moves skeletons in place of points.
+        number: of the factor of a product that the tiles are a function of.
     """
 
-    #: The factor of a product that the tiles are a function of.
-    number = 0
-
-    def __init__(self, *args: Any, angles: int = 0) -> None:
+    def __init__(self, *args: Any, angles: int = 0, number: int = 0) -> None:
         super().__init__(*args)
-        self._angles = angles
-
-    @property
-    def own_entries(self) -> RadialEntries:
-        return self.entries.factors[self.number]
+        self._angles, self.number = angles, number
 
     @cached_property
+    def own_entries(self) -> RadialEntries:
+        return RadialEntries(self.x1, self._function, self.alpha)
+
+    @property
     def entries(self) -> ProductEntries:
-        return ProductEntries([RadialEntries(self.x1, self._function, self.alpha)])
+        return ProductEntries([self.own_entries])
 
     def far_field(self) -> FarField | None:
         """The far field, made once for these tensors; None if it does not pay."""

@@ -2,20 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.changes import SeenVersions
-from gpy_iterative.linear_operators.far_field.entries import ProductEntries, RadialEntries
+from gpy_iterative.linear_operators.far_field.entries import ProductEntries
 from gpy_iterative.linear_operators.far_field.far_field import FarField
-from gpy_iterative.linear_operators.far_field.levels import Batch
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 
 
@@ -37,25 +35,23 @@ class ProductTiles(RadialFarField):
         first: "Callable[[], Any] | None",
     ) -> None:
         factor, bare = factors[number], replace(products, cache_memory=0, far_field=None)
-        self.number, self._first = number, first
+        self._first = first
         products, cache = (products, factor.cache) if first is None else (bare, TileCache())
-        super().__init__(factor.x1, factor.x2, factor.function, factor.alpha, products, cache, angles=factor.angles)
-        self._others = {
-            place: RadialTiles(other.x1, other.x2, other.function, other.alpha, bare, TileCache())
+        super().__init__(
+            factor.x1, factor.x2, factor.function, factor.alpha, products, cache, angles=factor.angles, number=number
+        )
+        self._others = [
+            RadialFarField(other.x1, other.x2, other.function, other.alpha, bare, TileCache(), number=place)
             for place, other in enumerate(factors)
             if place != number
-        }
-        self.owner = (*self.owner, *(tensor for other in self._others.values() for tensor in other.owner))
+        ]
+        self.owner = (*self.owner, *(tensor for other in self._others for tensor in other.owner))
         self.seen = SeenVersions.of(self.owner)
 
-    @cached_property
+    @property
     def entries(self) -> ProductEntries:
-        """See `RadialFarField`."""
-        if self._first is not None:
-            return self._first().entries
-        return ProductEntries(
-            [RadialEntries(each.x1, each._function, each.alpha) for each in (self, *self._others.values())]
-        )
+        """See `RadialFarField`; only of the first factor's tiles."""
+        return ProductEntries([each.own_entries for each in (self, *self._others)])
 
     def far_field(self) -> FarField | None:
         """See `RadialFarField`."""
@@ -75,17 +71,13 @@ class ProductTiles(RadialFarField):
         return self._times_others(tile, super().alpha_derivatives(tile))[0]
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        others = [other.block(rows, columns) for other in self._others.values()]
+        others = [other.block(rows, columns) for other in self._others]
         return reduce(torch.mul, others, super().block(rows, columns))
 
     def _times_others(self, tile: Any, *blocks: Tensor) -> tuple[Tensor, ...]:
         """Multiplies the blocks in place."""
-        for place, other in self._others.items():
-            out = other.scratch(tile.shape, 0)
-            if isinstance(tile, Batch):
-                entries = self.entries.factors[place].blocks(*tile.inputs(place), out, other.scratch(tile.shape, 1))
-            else:
-                entries = other.evaluate(tile, out)
+        for other in self._others:
+            entries = other.evaluate(tile, other.scratch(tile.shape, 0))
             for block in blocks:
                 block.mul_(entries)
         return blocks
