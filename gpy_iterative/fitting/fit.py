@@ -1,6 +1,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from gpy_iterative.training.training_system import check_hyperparameters
 
 logger = logging.getLogger(__name__)
 
-MAX_STEPS = {"average_information": 30, "quasi_newton": 60, "adam": 300}
+MAX_STEPS = {"average_information": 40, "quasi_newton": 60, "adam": 300}
 
 
 @torch.inference_mode(False)
@@ -53,7 +54,7 @@ def fit(
             information for `HutchinsonMarginalLogLikelihood` and `PathwiseMarginalLogLikelihood`, quasi-Newton for
             Laplace's method with a Cholesky factor; Adam for others, for more than 60 free hyperparameters, networks and
             trained inducing points.
-        max_steps: None is 30, 60 for quasi-Newton, 300 for Adam.
+        max_steps: None is 40, 60 for quasi-Newton, 300 for Adam.
         batches: mini-batches for Adam: pairs (x, y), or row numbers for mlls with `indices=`; a list or a DataLoader. None
             is all training data; mini-batch methods draw rows from them.
         params: the likelihood's arguments, as in `mll(model(x), y, *params)`.
@@ -157,7 +158,8 @@ def _loop(
         loop = CurvatureLoop(QuasiNewton(mll, params=params), history, steps, choice.reason)
     else:
         curved = AverageInformation(mll, params=params, generator=random)
-        loop = CurvatureLoop(curved, history, steps, choice.reason)
+        follower = partial(QuasiNewton, mll, params=params)
+        loop = CurvatureLoop(curved, history, steps, choice.reason, follower)
     if known is not None:
         mll.load_state_dict(known.parameters)  # first: it replaces buffers of that state
         try:

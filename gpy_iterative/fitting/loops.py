@@ -34,6 +34,9 @@ from gpy_iterative.training.training_system import to_training_mode
 
 logger = logging.getLogger(__name__)
 
+#: Steps of an exact fit, after which another optimiser follows.
+FOLLOWED_AFTER = 20
+
 
 class Loop(ABC):
     """Base of the loops; `history` begins with the rows of a checkpoint."""
@@ -103,12 +106,23 @@ class Loop(ABC):
 
 
 class CurvatureLoop(Loop):
+    """Steps with a curvature.
+
+    Along curved valleys average information is far from the curvature, and steps gain little: `follower` makes an optimiser
+    that measures it.
+    """
+
     def __init__(
-        self, optimiser: LevenbergMarquardt, history: list[HistoryRow], max_steps: int, reason: str = ""
+        self,
+        optimiser: LevenbergMarquardt,
+        history: list[HistoryRow],
+        max_steps: int,
+        reason: str = "",
+        follower: Callable[[], LevenbergMarquardt] | None = None,
     ) -> None:
         super().__init__(optimiser.mll, history, max_steps, reason)
         self.method = optimiser.method
-        self._optimiser = optimiser
+        self._optimiser, self._follower = optimiser, follower
         self.steps, self._has_raised = 0, False
         self._lefts: list[float] = []
         self._seen: list[bool] = []
@@ -141,7 +155,14 @@ class CurvatureLoop(Loop):
         if self._last is None:
             return self._ended(found, limit) if is_converged else FitStatus.STAGNATED
         self.steps += 1
+        if self.steps >= FOLLOWED_AFTER and not len(found.samples):
+            self._follow()
         return None
+
+    def _follow(self) -> None:
+        if self._follower is not None:
+            self._optimiser, self._follower = self._follower(), None
+            self._lefts, self._seen, self._best = [], [], None
 
     def _gains_unseen(self, found: Assessment) -> bool:
         """Whether an exact fit's last step gained more than may be left, where the curvature does not show it."""
@@ -218,10 +239,13 @@ class CurvatureLoop(Loop):
             "seen": self._seen,
             "last": last,
             "best": self._best,
+            "is_followed": self._follower is None,
         }
         return {**own, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        if state.get("is_followed"):
+            self._follow()
         self.steps, self._has_raised = state["steps"], state["has_raised"]
         self._lefts, self._seen = state["lefts"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])

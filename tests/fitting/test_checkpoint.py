@@ -42,6 +42,24 @@ def test_a_resumed_fit_is_the_same(method: Any, solver: gpi.solvers.Solver | Non
     assert resumed.status is expected.status
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_fit_resumed_beside_its_last_step_by_average_information_is_the_same(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpy_iterative.fitting.loops.FOLLOWED_AFTER", 2)
+    file = tmp_path / "run.pt"
+    whole, first, second = (regression(120) for _ in range(3))
+    expected = quiet(whole)
+    assert expected.steps > 4
+    quiet(first, max_steps=steps, checkpoint=file)
+    resumed = quiet(second, checkpoint=file)
+    assert all(map(torch.equal, whole.parameters(), second.parameters()))
+    assert [replace(row, seconds=0.0) for row in resumed.history] == [
+        replace(row, seconds=0.0) for row in expected.history
+    ]
+    assert resumed.hyperparameters == expected.hyperparameters
+
+
 def test_a_budget_that_is_called_again_ends_alike_and_goes_on_when_raised(tmp_path: Path) -> None:
     file = tmp_path / "run.pt"
     whole, first, again, raised = (regression(100, solver=ITERATIVE) for _ in range(4))

@@ -141,6 +141,30 @@ def test_noise_that_is_a_model_itself() -> None:
     assert values == sorted(values)
 
 
+@pytest.mark.parametrize("seed", [3, 5, 8])
+def test_exact_fits_along_a_curved_valley_reach_the_optimum(seed: int) -> None:
+    # Forty steps by average information do not, and say that .3 to 1.6 nats are left.
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(60, 1, generator=generator).double()
+    y = torch.sin(2 * x[:, 0]) + 0.2 * torch.randn(60, generator=generator).double()
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.PeriodicKernel())
+    model = Regression(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
+    model.mean_module = gpytorch.means.ZeroMean()
+    result = quiet(gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model))
+    assert result.status is FitStatus.CONVERGED
+    assert result.steps < 40
+
+
+def test_the_optimum_by_measured_curvatures_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpy_iterative.fitting.loops.FOLLOWED_AFTER", 2)
+    mll = regression(80)
+    result = quiet(mll)
+    assert result.status is FitStatus.CONVERGED
+    assert result.steps > 2
+    reached = dense_value(mll)
+    assert dense_optimum(mll) - reached < 0.05
+
+
 def test_budget() -> None:
     result = quiet(regression(100), max_steps=2)
     assert result.status is FitStatus.BUDGET
