@@ -86,12 +86,16 @@ def _softmax_visible(likelihood: Likelihood) -> Tensor:
     return vectors[values > 1e-10 * values.max()].mT
 
 
-def _poisson_softplus_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    z = f[..., 0]
-    # log softplus(f) -> f, where softplus is rounding noise or zero.
+def _softplus_and_log(z: Tensor) -> tuple[Tensor, Tensor]:
+    # log softplus(z) -> z, where softplus is rounding noise or zero.
     low = z < -30
-    log_rate = torch.where(low, z, softplus(torch.where(low, torch.zeros_like(z), z)).log())
-    rate = torch.where(low, torch.where(low, z, 0.0).exp(), softplus(z))  # autograd needs both branches finite
+    logarithm = torch.where(low, z, softplus(torch.where(low, torch.zeros_like(z), z)).log())
+    value = torch.where(low, torch.where(low, z, 0.0).exp(), softplus(z))  # autograd needs both branches finite
+    return value, logarithm
+
+
+def _poisson_softplus_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    rate, log_rate = _softplus_and_log(f[..., 0])
     return y * log_rate - rate - torch.lgamma(y + 1)
 
 
@@ -101,10 +105,12 @@ def _poisson_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 def _negative_binomial_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     probs = likelihood.probs.to(f.dtype).clamp(1e-6, 1 - 1e-6)
-    total = softplus(f[..., 0])
+    total, log_total = _softplus_and_log(f[..., 0])
     if not likelihood.num_failures_param:
-        total = total * (1 - probs) / probs
-    counts = torch.lgamma(total + y) - torch.lgamma(total) - torch.lgamma(y + 1)
+        total, log_total = total * (1 - probs) / probs, log_total + torch.log1p(-probs) - probs.log()
+    # Derivatives of lgamma overflow at a total of zero: G(t + y) / G(t) = t G(t + y) / G(t + 1).
+    ratio = log_total + torch.lgamma(total + y.clamp_min(1)) - torch.lgamma(total + 1)
+    counts = torch.where(y == 0, 0.0, ratio) - torch.lgamma(y + 1)
     return counts + total * torch.log1p(-probs) + y * probs.log()
 
 

@@ -328,6 +328,17 @@ def test_poisson_counts_of_any_size_have_finite_derivatives(latent: float) -> No
         assert torch.isfinite(derivative).all()
 
 
+@pytest.mark.parametrize("num_failures_param", [True, False])
+@pytest.mark.parametrize("latent", [-1e3, -40.0])
+def test_negative_binomial_counts_far_below_zero(latent: float, num_failures_param: bool) -> None:
+    """The rate is exp(f), so that log p(y | f) is f and a constant for y > 0."""
+    likelihood = gl.NegativeBinomialLikelihood(num_failures_param=num_failures_param)
+    f = torch.full((2, 1), latent, dtype=torch.float64)
+    counts = PointwiseLikelihood(likelihood, torch.tensor([0.0, 3.0]), 1)
+    assert counts.gradient(f).flatten().tolist() == pytest.approx([0.0, 1.0])
+    assert counts.hessian(f).flatten().tolist() == pytest.approx([0.0, 0.0])
+
+
 def test_a_rate_of_zero_has_no_counts() -> None:
     """As `forward` has it: where nothing is exposed, zero is certain."""
     counts = torch.tensor([0.0, 2.0, 0.0]).double()
