@@ -71,18 +71,20 @@ class PriorDraws:
         return PriorDraws(draws, torch.cat([self.solutions, other.solutions], dim=-1))
 
 
-def prediction_solver(system: TrainingSystem) -> Solver:
-    """The default, which goes on until its residual stops falling: rounding errors of a residual hardly change means."""
-    solver = default_solver(system.operator)
-    if not isinstance(solver, IterativeSolver) or not isinstance(system.operator, NoisyLinearOperator):
+def prediction_solver(solver: Solver, operator: LinearOperator, columns: Tensor) -> Solver:
+    """The default solver, with the tolerance that these columns [*b, n, s] need.
+
+    It goes on until its residual stops falling: rounding errors of a residual hardly change means.
+    """
+    if not isinstance(solver, IterativeSolver) or not isinstance(operator, NoisyLinearOperator):
         return solver
-    residual = system.residual.square().mean(-1).sqrt()
+    sizes = columns.square().mean(-2).sqrt()
     # The harmonic mean: data of small noise determine the posterior.
-    noise = system.operator.noise.reciprocal().mean(-1).reciprocal()
-    relative_noise = noise.sqrt() / residual.clamp_min(torch.finfo(residual.dtype).tiny)
-    size = system.operator.shape[-1]
+    noise = operator.noise.reciprocal().mean(-1, keepdim=True).reciprocal()
+    relative_noise = noise.sqrt() / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
+    size = operator.shape[-1]
     part = min(NOISE_PART, NOISE_NORM / size**0.5) if isinstance(solver, ConjugateGradients) else NOISE_PART
-    wanted = max(part * float(relative_noise.min()), SMALLEST_TOLERANCE[residual.dtype])
+    wanted = max(part * float(relative_noise.min()), SMALLEST_TOLERANCE[columns.dtype])
     return replace(solver, tolerance=min(solver.tolerance, wanted))
 
 
@@ -114,8 +116,8 @@ class TrainingSolves:
         known: "TrainingSolves | None" = None,
         progress: Progress = False,
     ) -> None:
-        self.system, self.solver = system, prediction_solver(system) if solver is None else solver
-        self._may_be_rounded = solver is None
+        self.system, self.solver = system, default_solver(system.operator) if solver is None else solver
+        self._is_default = solver is None
         self._recipe, self._seed, self._progress = recipe, seed, progress
         self._is_exact, self.is_checked = is_exact or isinstance(self.solver, Cholesky), False
         self._lock = OwnLock()
@@ -225,23 +227,24 @@ class TrainingSolves:
             guess = as_columns(guess, operator)
             if num_known is not None:
                 guess, epochs = locally_corrected(operator, rhs, guess, num_known)
+        solver = prediction_solver(self.solver, operator, rhs) if self._is_default else self.solver
         with reporting_solve(self._progress) as callback:
-            solution = self.solver.solve(
+            solution = solver.solve(
                 operator, rhs, initial_guess=guess, generator=stream_generator(self._seed, SOLVER), callback=callback
             )
-        if solution.status is not SolveStatus.CONVERGED and not self._is_only_rounding(solution, rhs):
+        if solution.status is not SolveStatus.CONVERGED and not self._is_only_rounding(solution, rhs, solver.tolerance):
             warn_of("A linear solve for predictions", solution.status, solution.stats, rhs.dtype)
         stats = replace(solution.stats, overhead=solution.stats.overhead + epochs, seconds=time.perf_counter() - start)
         return from_columns(solution.value, columns), solution.status, stats
 
-    def _is_only_rounding(self, solution: Solution, rhs: Tensor) -> bool:
+    def _is_only_rounding(self, solution: Solution, rhs: Tensor, tolerance: float) -> bool:
         """Whether all columns that missed the tolerance did so by rounding, and not by the far field's error."""
         is_stagnated = solution.status is SolveStatus.STAGNATED and solution.stats.far_field is None
-        if not (self._may_be_rounded and is_stagnated):
+        if not (self._is_default and is_stagnated):
             return False
         operator, norm = self.system.operator, partial(torch.linalg.vector_norm, dim=-2)
         limit = product_rounding(operator, torch.finfo(operator.dtype).eps).unsqueeze(-1) * norm(solution.value)
-        return bool((norm(solution.residual) <= limit.maximum(self.solver.tolerance * norm(rhs))).all())
+        return bool((norm(solution.residual) <= limit.maximum(tolerance * norm(rhs))).all())
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from gpytorch import kernels
 
 from gpy_iterative.errors import SpectralDensityMissingError
+from gpy_iterative.linear_solvers import default as default_solvers
 from gpy_iterative.prediction import PathwisePosterior, SamplePaths
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
 from gpy_iterative.spectral.densities import Draws
@@ -94,6 +95,27 @@ def test_distribution(solver: Cholesky | ConjugateGradients) -> None:
     products = deviations.unsqueeze(-1) * deviations.unsqueeze(-2)
     # One set of 3,000 frequencies is off by its own error, the same for all paths.
     assert_mean_within(products, covariance, max_sem=0.016, floor=0.03)
+
+
+def test_paths_are_as_exact_as_means_where_the_prior_is_far_larger_than_the_targets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their columns are then far larger: at the tolerance of the targets, paths spread twice as much."""
+    monkeypatch.setattr(default_solvers, "EXACT_BELOW", 1000)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(1100, 2, generator=generator, dtype=torch.float64)
+    case = regression(kernels.ScaleKernel(kernels.MaternKernel(nu=2.5)))
+    case.model.set_train_data(x, torch.sin(3 * x.sum(-1)), strict=False)
+    case.likelihood.noise, case.model.covar_module.outputscale = 1.0, 1e3
+    case.model.covar_module.base_kernel.lengthscale = 3.0
+    points = torch.rand(20, 2, generator=generator, dtype=torch.float64)
+    options = {"exact_below": 0, "num_frequencies": 200}
+    default, exact = (
+        PathwisePosterior(case.model, case.likelihood, solver=solver, **options) for solver in (None, Cholesky())
+    )
+    with torch.no_grad():
+        error = default.sample_paths(4)(points) - exact.sample_paths(4)(points)
+        assert (error.abs() / exact(points).stddev).max() < 0.3
 
 
 def test_interpolates_without_noise() -> None:
