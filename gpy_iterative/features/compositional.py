@@ -70,6 +70,6 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             nothing = torch.zeros_like(weights.root[:, :1])
             value = surrogate(batch, weights.mean, nothing, nothing) - weights.log_determinant
             # Before the optimiser's step.
-            rate = self._rate(num_steps(run))
+            rate = self._rate(num_steps(run), rows, problem.num_data)
             tracked = torch.lerp(run.parts["weights"]["precision"], batch.precision(), rate)
         return loss - loss.detach() + value, run.having(weights={"precision": tracked})

@@ -34,7 +34,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         update: "natural" takes natural gradient steps. With "gradient", v and a root of S are parameters: train with
             `Adam(mll.parameters())`.
         tracker_rate: natural step size in (0, 1], or a function of the step; None falls from min(.05, .1 b / m) to .001
-            with the square root of the steps.
+            with the square root of the steps, and is 1 for a batch of all data.
         include_batch: natural weights see half of a batch before its loss is computed, so that they follow a network; the
             bias is small. False is unbiased.
         centred: weights of features before scaling (by outputscales). False is slow with update="gradient".
@@ -107,14 +107,15 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
 
     def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
         batch = self._batch(problem, rows)
-        after = self._tracked(run, batch) if self.update == "natural" and self._trains() else run
+        is_tracked = self.update == "natural" and self._trains()
+        after = self._tracked(run, batch, self._rate(num_steps(run), rows, problem.num_data)) if is_tracked else run
         weights = self._weights(_halfway(run, after) if self.include_batch else run)
         loss = surrogate(batch, weights.mean, weights.root, weights.root) - weights.log_determinant - self.num_features
         return loss, after
 
     @torch.no_grad()
-    def _tracked(self, run: Run, batch: FeatureBatch) -> Run:
-        rate, weights = self._rate(num_steps(run)), run.parts["weights"]
+    def _tracked(self, run: Run, batch: FeatureBatch, rate: float) -> Run:
+        weights = run.parts["weights"]
         precision = torch.lerp(weights["precision"], batch.precision(), rate)
         return run.having(
             weights={"precision": precision, "moment": torch.lerp(weights["moment"], batch.moment(), rate)}

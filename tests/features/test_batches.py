@@ -79,7 +79,7 @@ def test_random_batches_within_standard_errors() -> None:
     state = mll.training_state()
     everything = step(mll, case, torch.arange(60))
     mll.load_training_state(state)
-    mll._rate = lambda step: 0.0  # keeps the weights; rows go on
+    mll._rate = lambda *args: 0.0  # keeps the weights; rows go on
     draws = torch.stack([step(mll, case) for _ in range(100)])
     assert_mean_within(draws, everything, max_sem=0.3)
 
@@ -164,6 +164,20 @@ def test_the_tracker_is_a_natural_gradient_step() -> None:
     derivative = torch.autograd.functional.jacobian(objective, covariance)
     step(mll, case)
     torch.testing.assert_close(kept(mll, "precision"), precision + 0.3 * derivative, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["natural", "compositional"])
+def test_a_batch_of_all_data_leaves_nothing_to_average(method: str) -> None:
+    """A slow average of exact sums would lag behind the hyperparameters for hundreds of steps."""
+    case = feature_case(KERNELS["fourier"](), n=30)
+    mll = spoiled(method, case)
+    exact, _ = exact_statistics(
+        WeightSpaceProblem(case.likelihood, case.model(case.x), case.y), centred=method == "natural"
+    )
+    step(mll, case, torch.zeros(30, dtype=torch.int64))  # as many rows, but not all
+    assert (kept(mll, "precision") - exact).abs().max() > 0.1 * exact.abs().max()
+    step(mll, case)
+    torch.testing.assert_close(kept(mll, "precision"), exact, rtol=1e-10, atol=1e-10)
 
 
 def test_tracker_inflation_is_that_of_the_effective_sample_size() -> None:
