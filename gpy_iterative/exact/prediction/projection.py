@@ -30,6 +30,7 @@ from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.exact.prediction.local_part import LocalPart, Neighbours
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
+from gpy_iterative.linear_solvers.base import product_rounding
 from gpy_iterative.linear_solvers.cholesky import ADVICE, CholeskyFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
@@ -134,7 +135,7 @@ class GalerkinProjection(Projection):
         cross = rows[..., :size] @ known  # B^T
         rest = rows[..., size:].double() - cross.double() @ cross.mT.double()
         before = self.local.product.expand(*batch, size, rank)
-        rest.diagonal(dim1=-2, dim2=-1).add_(_rounding(before).unsqueeze(-1))
+        rest.diagonal(dim1=-2, dim2=-1).add_(_rounding(operator).unsqueeze(-1))
         lower, info = torch.linalg.cholesky_ex(0.5 * (rest + rest.mT))
         if info.any():
             return None
@@ -217,8 +218,7 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
     gram = torch.zeros(basis.shape[-1], basis.shape[-1], dtype=torch.float64, device=basis.device)
     for left, right in zip(basis.split(CHUNK), product.split(CHUNK), strict=True):
         gram += left.mT.double() @ right.double()
-    if basis.shape[-1]:
-        gram.diagonal().add_(_rounding(product / gram.diagonal().sqrt().to(product)))
+    gram.diagonal().add_(_rounding(operator))
     try:
         lower = psd_safe_cholesky(0.5 * (gram + gram.mT))
     except NotPSDError as error:
@@ -245,13 +245,9 @@ def _has_far_field(operator: LinearOperator) -> bool:
     return far_field_error(operator) is not None
 
 
-def _rounding(product: Tensor) -> Tensor:
-    """The rounding error of R, [*b], from H A [*b, n, r]."""
-    norms = torch.linalg.vector_norm(product, dim=-2)
-    if not norms.shape[-1]:  # a zero prior
-        return norms.double().sum(-1)
-    largest = norms.amax(-1).square()
-    return (torch.finfo(product.dtype).eps * largest).double()
+def _rounding(operator: LinearOperator) -> Tensor:
+    """Error [*b] of |v|_H^2 for v of norm 1, in float64."""
+    return product_rounding(operator, torch.finfo(operator.dtype).eps).double()
 
 
 def _least_variance(prior_variance: Tensor) -> Tensor:
