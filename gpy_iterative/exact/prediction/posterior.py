@@ -72,7 +72,8 @@ class PathwisePosterior:
         NonFiniteError, NotPositiveDefiniteError: from the solver.
 
     Warns:
-        ConvergenceWarning: a solve missed its tolerance, that of the default solver by more than rounding.
+        ConvergenceWarning: a solve missed its tolerance, that of the default solver by more than rounding, or
+            than .01 standard deviations of the noise per datum from a far field.
         VarianceWarning: the first variances are more than 10% too large (median).
 
     Examples:

@@ -78,21 +78,25 @@ def prediction_solver(solver: Solver, operator: LinearOperator, columns: Tensor)
     """
     if not isinstance(solver, IterativeSolver) or not isinstance(operator, NoisyLinearOperator):
         return solver
+    size = operator.shape[-1]
+    part = min(NOISE_PART, NOISE_NORM / size**0.5) if isinstance(solver, ConjugateGradients) else NOISE_PART
+    wanted = max(part * least_relative_noise(operator, columns), SMALLEST_TOLERANCE[columns.dtype])
+    return replace(solver, tolerance=min(solver.tolerance, wanted))
+
+
+def least_relative_noise(operator: NoisyLinearOperator, columns: Tensor) -> float:
+    """Standard deviation of the noise over the root mean square of the largest of these columns [*b, n, s]."""
     sizes = columns.square().mean(-2).sqrt()
     # The harmonic mean: data of small noise determine the posterior.
     noise = operator.noise.reciprocal().mean(-1, keepdim=True).reciprocal()
-    relative_noise = noise.sqrt() / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
-    size = operator.shape[-1]
-    part = min(NOISE_PART, NOISE_NORM / size**0.5) if isinstance(solver, ConjugateGradients) else NOISE_PART
-    wanted = max(part * float(relative_noise.min()), SMALLEST_TOLERANCE[columns.dtype])
-    return replace(solver, tolerance=min(solver.tolerance, wanted))
+    return float((noise.sqrt() / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)).min())
 
 
 class TrainingSolves:
     """The linear solves for one set of hyperparameters and training data. Construction solves for the mean.
 
     Args:
-        solver: None is the default, of which a residual that is only rounding gives no warning.
+        solver: None is the default, of which a residual that means hardly see gives no warning.
         seed: of all draws; the order of calls does not matter.
         initial_weights, draws: starts; ignored if they do not fit.
         known: solves for the first data at these hyperparameters, to extend; only a start if the new data change the prior
@@ -232,17 +236,24 @@ class TrainingSolves:
             solution = solver.solve(
                 operator, rhs, initial_guess=guess, generator=stream_generator(self._seed, SOLVER), callback=callback
             )
-        if solution.status is not SolveStatus.CONVERGED and not self._is_only_rounding(solution, rhs, solver.tolerance):
+        if solution.status is not SolveStatus.CONVERGED and not self._is_hardly_seen(solution, rhs, solver.tolerance):
             warn_of("A linear solve for predictions", solution.status, solution.stats, rhs.dtype)
         stats = replace(solution.stats, overhead=solution.stats.overhead + epochs, seconds=time.perf_counter() - start)
         return from_columns(solution.value, columns), solution.status, stats
 
-    def _is_only_rounding(self, solution: Solution, rhs: Tensor, tolerance: float) -> bool:
-        """Whether all columns that missed the tolerance did so by rounding, and not by the far field's error."""
-        is_stagnated = solution.status is SolveStatus.STAGNATED and solution.stats.far_field is None
-        if not (self._is_default and is_stagnated):
+    def _is_hardly_seen(self, solution: Solution, rhs: Tensor, tolerance: float) -> bool:
+        """Whether columns missed the tolerance only by rounding, or by a far field's errors below a part of the noise.
+
+        Both are spread over the data, unlike a residual of conjugate gradients.
+        """
+        if not (self._is_default and solution.status is SolveStatus.STAGNATED):
             return False
-        operator, norm = self.system.operator, partial(torch.linalg.vector_norm, dim=-2)
+        operator, far_field = self.system.operator, solution.stats.far_field
+        if far_field is not None:
+            is_noisy = isinstance(operator, NoisyLinearOperator)
+            if not is_noisy or far_field.residual > NOISE_PART * least_relative_noise(operator, rhs):
+                return False
+        norm = partial(torch.linalg.vector_norm, dim=-2)
         limit = product_rounding(operator, torch.finfo(operator.dtype).eps).unsqueeze(-1) * norm(solution.value)
         return bool((norm(solution.residual) <= limit.maximum(tolerance * norm(rhs))).all())
 

@@ -143,11 +143,22 @@ def test_rounding_ends_the_default_solve_without_a_warning(monkeypatch: pytest.M
     monkeypatch.setattr(training_solves, "SMALLEST_TOLERANCE", {torch.float32: 1e-9})
     assert PathwisePosterior(model, model.likelihood, exact_below=0).report.status is SolveStatus.STAGNATED
     solver = ConjugateGradients(tolerance=1e-9, preconditioner=None)
-    stagnated = "predictions ended with status stagnated"
-    with pytest.warns(ConvergenceWarning, match=stagnated):
+    with pytest.warns(ConvergenceWarning, match="predictions ended with status stagnated"):
         PathwisePosterior(model, model.likelihood, solver=solver, exact_below=0)
-    with pytest.warns(ConvergenceWarning, match=stagnated):  # the far field's error is no rounding
-        PathwisePosterior(model, model.likelihood, products=KernelProducts(far_field=1e-3), exact_below=0)
+
+
+def test_a_far_field_that_the_noise_hides_gives_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample paths of 6,500 data with a noise of 1e-4 were right, and warned of."""
+    index = torch.arange(3100, dtype=torch.float64)
+    x = torch.stack([index * 2**0.5 % 1, index * 3**0.5 % 1], dim=-1)
+    y = torch.sin(20 * x[:, 0]) + 0.5 * torch.cos(37.0 * index)
+    model = Regression(x, y, GaussianLikelihood(), kernels.ScaleKernel(kernels.MaternKernel(nu=1.5))).double()
+    model.likelihood.noise = 0.1
+    monkeypatch.setattr(training_solves, "NOISE_NORM", 1e-4)
+    posterior = PathwisePosterior(model, model.likelihood, products=KernelProducts(far_field=1e-6), exact_below=0)
+    assert posterior.report.status is SolveStatus.STAGNATED
+    with pytest.warns(ConvergenceWarning, match="The cause is the far field"):
+        PathwisePosterior(model, model.likelihood, products=KernelProducts(far_field=1e-2), exact_below=0)
 
 
 @pytest.mark.slow
