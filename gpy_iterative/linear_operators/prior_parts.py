@@ -7,7 +7,12 @@ import torch
 from gpytorch import kernels
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator
-from linear_operator.operators import AddedDiagLinearOperator, ConstantMulLinearOperator, SumLinearOperator
+from linear_operator.operators import (
+    AddedDiagLinearOperator,
+    ConstantMulLinearOperator,
+    DenseLinearOperator,
+    SumLinearOperator,
+)
 from torch import Tensor
 
 from gpy_iterative.errors import SpectralDensityMissingError
@@ -42,6 +47,13 @@ class PriorParts:
     diagonal: Tensor | None
     others: list[LinearOperator | Tensor]
 
+    def name_of_other(self) -> str:
+        """Of the first one, for messages."""
+        name = type(self.others[0]).__name__
+        if not isinstance(self.others[0], DenseLinearOperator):
+            return name
+        return f"{name} (ProductStructureKernel makes one unless it is inside a ScaleKernel)"
+
 
 def prior_parts(covariance: LinearOperator | Tensor) -> PriorParts:
     terms, diagonals, others = [], [], []
@@ -68,7 +80,7 @@ def kernel_terms(covariance: LinearOperator | Tensor, observed: Tensor | None = 
     parts = prior_parts(covariance if observed is None else masked_covariance(covariance, observed))
     if parts.others:
         raise SpectralDensityMissingError(
-            f"The prior covariance contains a {type(parts.others[0]).__name__}, which is no kernel and has no random "
+            f"The prior covariance contains a {parts.name_of_other()}, which is no kernel and has no random "
             "features. HutchinsonMarginalLogLikelihood needs none; PathwiseMarginalLogLikelihood(prior='exact') serves "
             "small data; posterior(x).rsample() draws from a posterior without them."
         )

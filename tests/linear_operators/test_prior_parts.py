@@ -23,3 +23,12 @@ def test_terms_of_a_sum() -> None:
 def test_a_bare_matrix_has_no_terms() -> None:
     with pytest.raises(SpectralDensityMissingError, match=r"DenseLinearOperator[\s\S]*Hutchinson"):
         kernel_terms(DenseLinearOperator(torch.eye(3)))
+
+
+@pytest.mark.filterwarnings("ignore:.*StructureKernel.*:DeprecationWarning")
+def test_a_kernel_that_makes_its_matrix_at_once_is_named() -> None:
+    x, _ = data(20)
+    kernel = kernels.ProductStructureKernel(kernels.RBFKernel(), 3).double()
+    with pytest.raises(SpectralDensityMissingError, match=r"ProductStructureKernel[\s\S]*ScaleKernel"):
+        kernel_terms(kernel(x))
+    assert len(kernel_terms(kernels.ScaleKernel(kernel)(x))) == 1

@@ -61,7 +61,7 @@ class WeightSpacePrior:
         parts = prior_parts(function_dist.lazy_covariance_matrix)
         if parts.others:
             raise ValueError(
-                f"The prior covariance contains a {type(parts.others[0]).__name__}, which cannot be evaluated for a batch "
+                f"The prior covariance contains a {parts.name_of_other()}, which cannot be evaluated for a batch "
                 "of rows: return MultivariateNormal(mean, kernel(x)) from forward, with sums and products inside it. "
                 "In evaluation mode call model.train() first."
             )
