@@ -1,5 +1,6 @@
 """The curvature W of a likelihood, n blocks C x C, perhaps singular, with pseudo-inverse W^+."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -120,13 +121,15 @@ class SoftmaxCurvature(Curvature):
         return columns.reshape(*self.probabilities.shape, -1)
 
 
-def curvature_of_blocks(blocks: Tensor, *, floor: float, basis: Tensor | None = None) -> Curvature:
-    """Blocks [n, C, C] in the span of a `basis` [C, r], with eigenvalues >= `floor` times the largest."""
+def curvature_of_blocks(
+    blocks: Tensor, *, floor: float, most: float = math.inf, basis: Tensor | None = None
+) -> Curvature:
+    """Blocks [n, C, C] in the span of a `basis` [C, r], with eigenvalues >= `floor` times the largest, or >= `most`."""
     if blocks.shape[-1] == 1 and basis is None:
-        return BlockCurvature(_floored(blocks[:, 0], floor))
+        return BlockCurvature(_floored(blocks[:, 0], floor, most))
     reduced = blocks if basis is None else basis.mT @ blocks @ basis
     values, vectors = block_eigh(reduced)
-    return BlockCurvature(_floored(values, floor), vectors if basis is None else basis @ vectors)
+    return BlockCurvature(_floored(values, floor, most), vectors if basis is None else basis @ vectors)
 
 
 def block_eigh(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,8 +138,8 @@ def block_eigh(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(values), torch.cat(vectors)
 
 
-def _floored(values: Tensor, floor: float) -> Tensor:
-    return values.clamp_min(floor * values.max().clamp_min(0))
+def _floored(values: Tensor, floor: float, most: float) -> Tensor:
+    return values.clamp_min((floor * values.max()).clamp(0, most))
 
 
 def _inverse(values: Tensor) -> Tensor:

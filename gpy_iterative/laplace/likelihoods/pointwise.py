@@ -3,6 +3,7 @@
 All are float64: float32 third derivatives of log Phi have the wrong sign.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +25,11 @@ INDEFINITE = 1e-8
 
 @dataclass(frozen=True)
 class CurvatureFloor:
-    """The least eigenvalue, relative to the largest, or a softmax's least class probability."""
+    """The least eigenvalue, relative to the largest but not above `most`, or a softmax's least class probability."""
 
     eigenvalue: float
     probability: float
+    most: float = math.inf
 
 
 #: For Newton steps, where saturated points would dominate W^+; the mode does not change.
@@ -209,7 +211,7 @@ class PointwiseLikelihood:
                 f"{self.name} is registered as log-concave, but its log density is not concave at latent values up to "
                 f"{float(f.abs().max()):.3g}: use register_curvature(..., log_concave=None), which checks each value."
             )
-        return curvature_of_blocks(blocks, floor=floor.eigenvalue)
+        return curvature_of_blocks(blocks, floor=floor.eigenvalue, most=floor.most)
 
     def _generic_log_prob(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
         latents = f.squeeze(-1) if self.num_latents == 1 else f

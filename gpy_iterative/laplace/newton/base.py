@@ -9,7 +9,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -27,6 +27,9 @@ EPS = torch.finfo(torch.float64).eps
 ARMIJO, SHORTEST_STEP = 1e-4, EPS
 #: Psi decides if the promised rise exceeds its rounding TOLD times; a relative fall below UNTOLD may be rounding.
 TOLD, UNTOLD = 100, 1e-6
+#: Largest floor of a step's curvature, relative to the prior's least precision: it hardly holds a point back. Beside large
+#: curvatures the relative floor alone would.
+MOST_FLOOR = 0.1
 #: Steps without progress that end the search; least relative progress.
 PATIENCE, LEAST_PROGRESS = 3, 0.01
 
@@ -105,6 +108,10 @@ class Problem:
     @property
     def mean(self) -> Tensor:
         return self.prior.mean.detach().double().flatten()
+
+    @property
+    def largest_variance(self) -> Tensor:
+        return self.prior.point_blocks().double().diagonal(dim1=-2, dim2=-1).max()
 
     def by_point(self, flat: Tensor) -> Tensor:
         return flat.view(self.prior.num_points, self.prior.num_latents)
@@ -289,10 +296,11 @@ class LaplaceSolver(ABC):
         tolerance = self.tolerance or self._tolerances[problem.is_single_precision]
         iterate, patience = self._start(problem, steps), PATIENCE
         best_error, best_joint = iterate.stationarity, iterate.log_joint
+        floor = replace(self._step_floor, most=float(MOST_FLOOR / problem.largest_variance))
         for outer in range(self.max_outer + 1):
             if iterate.stationarity <= tolerance:
                 return iterate, SolveStatus.CONVERGED, outer
-            curvature = problem.likelihood.step_curvature(problem.by_point(iterate.f), self._step_floor)
+            curvature = problem.likelihood.step_curvature(problem.by_point(iterate.f), floor)
             if iterate.is_rounding(curvature):
                 return iterate, SolveStatus.CONVERGED, outer
             if outer == self.max_outer or patience == 0:

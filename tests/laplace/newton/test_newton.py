@@ -72,6 +72,19 @@ def test_large_counts_with_a_log_link(n: int, count: float, outputscale: float) 
         torch.testing.assert_close(solution.latent[:, 0], y.log(), rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize("outputscale", [1.0, 10.0])
+def test_counts_of_mixed_size_take_few_steps(outputscale: float) -> None:
+    """A floor of 1e-4 of the largest curvature holds small counts back: 50 steps were not enough."""
+    x = torch.linspace(-2, 2, 40, dtype=torch.float64).unsqueeze(-1)
+    y = torch.exp(torch.sin(3 * x[:, 0])).round()
+    y[::10] = 1e5
+    prior, likelihood = poisson_problem(x, y, 0.3, outputscale)
+    exact, found = LaplaceCholesky().solve(prior, likelihood), LaplaceNewton().solve(prior, likelihood)
+    assert found.converged
+    assert found.num_outer <= 25
+    torch.testing.assert_close(found.latent, exact.latent, rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["counts", "outliers"])
 def test_modes_end_at_the_rounding_of_latent_values(name: str) -> None:
     """Where latent values need all digits, the gradient has few: no step brings it below 1e-10."""
