@@ -12,7 +12,6 @@ from gpy_iterative.linear_operators.far_field.skeletons import needed_rank
 from gpy_iterative.linear_operators.far_field.tree import (
     LevelPairs,
     Nodes,
-    are_nearly_all_near,
     balanced_tree,
     level_pairs,
 )
@@ -73,8 +72,6 @@ def make_plan(entries: ProductEntries, tolerance: float, limit: float) -> Plan |
     size = entries_size(entries, tolerance)
     depth = max(int(math.log2(len(entries) / SMALLEST_LEAF)), 0)
     is_negligible = lambda gaps: entries.at_distances(gaps) < NEGLIGIBLE * tolerance * size
-    if are_nearly_all_near(entries.positions, is_negligible):
-        return None
     levels, pairs = level_pairs(balanced_tree(entries.positions, depth), is_negligible)
     hoped = Plan(levels, pairs, [RANK_STEP] * len(levels), size, AIM * tolerance * size)
     if hoped.cheapest().cost >= limit:

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpy_iterative.random_numbers import permutation
-
 #: Smallest gap between far nodes, in larger diameters.
 SEPARATION = 0.7
 #: A tree is not refined with more near pairs per row.
 MAX_NEAR_PAIRS = 1.0
-#: Sampled rows, tree depth, and the part of near leaf pairs that means too many dimensions.
-SAMPLE_SIZE, SAMPLE_DEPTH, MOST_NEAR = 2048, 7, 0.95
+#: Nor with so large a part of all pairs near, between so many nodes: there are too many dimensions.
+MOST_NEAR, MANY_NODES = 0.95, 128
 
 
 @dataclass(frozen=True)
@@ -97,21 +95,10 @@ class LevelPairs:
     gaps: Tensor
 
 
-def are_nearly_all_near(x: Tensor, is_negligible: Callable[[Tensor], Tensor]) -> bool:
-    """Whether points x [n, d] have too many dimensions for far pairs."""
-    generator = torch.Generator().manual_seed(0)
-    sample = permutation(len(x), generator)[:SAMPLE_SIZE].to(x.device)
-    if len(sample) < SAMPLE_SIZE:
-        return False
-    levels, pairs = level_pairs(balanced_tree(x[sample], SAMPLE_DEPTH), is_negligible)
-    nodes = len(levels[-1])
-    return pairs[-1].near.shape[1] > MOST_NEAR * nodes * (nodes + 1) / 2
-
-
 def level_pairs(
     tree: Iterable[Nodes], is_negligible: Callable[[Tensor], Tensor]
 ) -> tuple[list[Nodes], list[LevelPairs]]:
-    """The levels of a tree and their pairs, from the root; they end where near pairs are too many.
+    """The levels of a tree and their pairs, from the root; they end where near pairs are too many, or nearly all.
 
     Every pair of rows is in one far pair, in one near pair of the last level, or has an entry that counts as zero.
     """
@@ -121,7 +108,9 @@ def level_pairs(
         pairs = _of_children(found[-1].near, len(nodes)) if found else nodes.rows.new_zeros(2, 1)
         levels.append(nodes)
         found.append(_divided(nodes, pairs, is_negligible))
-        if found[-1].near.shape[1] > MAX_NEAR_PAIRS * levels[0].size:
+        num_near, num_nodes = found[-1].near.shape[1], len(nodes)
+        are_nearly_all = num_nodes >= MANY_NODES and num_near > MOST_NEAR * num_nodes * (num_nodes + 1) / 2
+        if are_nearly_all or num_near > MAX_NEAR_PAIRS * levels[0].size:
             break
     return levels, found
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.far_field.tree import SEPARATION, are_nearly_all_near, balanced_tree, level_pairs
+from gpy_iterative.linear_operators.far_field.tree import SEPARATION, balanced_tree, level_pairs
 
 
 def points(n: int, d: int, seed: int = 0) -> Tensor:
@@ -85,11 +85,8 @@ def test_lists_end_where_they_are_long() -> None:
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 10, 18])
-def test_a_sample_tells_whether_there_are_too_many_dimensions(d: int) -> None:
-    x = points(4000, d)
-    normal = (2 * x - 1).erfinv()
-    assert are_nearly_all_near(x, nothing) == are_nearly_all_near(normal, nothing) == (d >= 10)
-
-
-def test_few_points_are_not_judged_by_a_sample() -> None:
-    assert not are_nearly_all_near(points(2000, 18), nothing)
+def test_lists_of_many_nodes_end_where_nearly_all_pairs_are_near(d: int) -> None:
+    x = points(20_000, d)
+    for each in (x, (2 * x - 1).erfinv()):
+        levels, _ = level_pairs(balanced_tree(each, 8), nothing)
+        assert len(levels[-1]) == (128 if d >= 10 else 256)
