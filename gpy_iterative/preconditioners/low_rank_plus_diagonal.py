@@ -1,7 +1,6 @@
 """Low rank plus diagonal preconditioners."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from typing import Self
 
 import torch
@@ -80,13 +79,13 @@ class LowRankPlusDiagonal(SampledPreconditioner):
         whitened = rhs.double() / diagonal
         # Vectors as rows, for speed on a CPU.
         inner = whitened.new_zeros(*rhs.shape[:-2], rhs.shape[-1], self.rank)
-        for rows, vectors in zip(_in_float64(self.factor), whitened.split(CHUNK, dim=-2), strict=True):
-            inner += vectors.mT.contiguous() @ rows
+        for rows, vectors in zip(self.factor.split(CHUNK, dim=-2), whitened.split(CHUNK, dim=-2), strict=True):
+            inner += vectors.mT.contiguous() @ rows.double()
         inner = torch.cholesky_solve(inner.mT, self._cholesky).mT.contiguous()
         found = torch.empty_like(rhs)
-        parts = zip(*(tensor.split(CHUNK, dim=-2) for tensor in (found, rhs, diagonal)), strict=True)
-        for rows, (part, vectors, divisor) in zip(_in_float64(self.factor), parts, strict=True):
-            part.copy_((vectors - (inner @ rows.mT).mT) / divisor)
+        parts = zip(*(tensor.split(CHUNK, dim=-2) for tensor in (self.factor, found, rhs, diagonal)), strict=True)
+        for rows, part, vectors, divisor in parts:
+            part.copy_((vectors - (inner @ rows.double().mT).mT) / divisor)
         return found
 
     def logdet(self) -> Tensor:
@@ -117,13 +116,6 @@ class NystromFactor(LowRankPlusDiagonal):
 def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
     is_faster = vectors.shape[-1] <= FEW_COLUMNS or matrix.dtype == torch.float64
     return (vectors.mT @ matrix.mT).mT if is_faster else matrix @ vectors
-
-
-def _in_float64(matrix: Tensor) -> Iterator[Tensor]:
-    """Blocks of rows; each overwrites the one before."""
-    buffer = matrix.new_empty(*matrix.shape[:-2], CHUNK, matrix.shape[-1], dtype=torch.float64)
-    for rows in matrix.split(CHUNK, dim=-2):
-        yield buffer[..., : rows.shape[-2], :].copy_(rows)
 
 
 def _inner_matrix(factor: Tensor, diagonal: Tensor, dtype: torch.dtype) -> Tensor:
