@@ -15,8 +15,6 @@ from gpy_iterative.linear_operators.tiles.cache import Tile, TileCache, new_memo
 from gpy_iterative.linear_operators.tiles.ranks import Ranks
 from gpy_iterative.worker_threads import ByDevice, summed
 
-#: Numbers of columns that CPUs multiply faster from the right.
-FEW_COLUMNS = range(2, 9)
 #: Picked entries evaluated at a time.
 PICKED_ENTRIES = ByDevice(cpu=2**20, accelerator=2**24)
 
@@ -144,15 +142,11 @@ class Tiles(ABC):
     ) -> list[Tensor]:
         *batch, _, columns, length = given.data.shape
         result = RowBlocks(given.data.new_zeros(*batch, len(rows), columns, length), self.shape[-2], rows.start)
-        is_few = columns in FEW_COLUMNS and given.data.device.type == "cpu"
         add = torch.Tensor.addmm_ if not batch else lambda out, left, right: out.add_(left @ right)
         for tile in visits:
             (i, j), entries = tile.key, values(tile)
             if i in result.blocks and j in given.blocks:
-                if is_few:
-                    result.blocks[i].add_((entries @ given.blocks[j].mT).mT)
-                else:
-                    add(result.blocks[i], given.blocks[j], entries.mT)
+                add(result.blocks[i], given.blocks[j], entries.mT)
             if self.symmetric and i != j and j in result.blocks and i in given.blocks:
                 add(result.blocks[j], given.blocks[i], entries)
         return [result.data]
