@@ -31,8 +31,8 @@ class KeOpsFormulas:
     multiple: int = 1
 
 
-#: Largest r in exp(-r).
-FARTHEST = 50.0
+#: Largest r in exp(-r), which then times squared distances of 1e10 lengthscales, as of time stamps, is next to 0.
+FARTHEST = 68.0
 _LOG2_E = math.log2(math.e)
 
 

@@ -481,3 +481,16 @@ def test_float32_derivatives_of_inputs_that_span_thousands_of_lengthscales(
 
     truth = derivative(torch.float64)
     torch.testing.assert_close(derivative(torch.float32), truth, rtol=0, atol=1e-3 * float(truth.norm()))
+
+
+@pytest.mark.parametrize("function", [MATERN12, MATERN32, MATERN52, RBF], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_billions_of_lengthscales_apart_nothing_has_a_derivative(function: RadialFunction, dtype: torch.dtype) -> None:
+    """As time stamps in seconds: derivatives at the largest r, times squared distances, were large."""
+    x = torch.arange(60, dtype=dtype).unsqueeze(-1) * 2.0**28
+    x[1] = x[0]
+    x.requires_grad_()
+    operator = RadialKernelLinearOperator(x, torch.ones((), dtype=dtype), function=function)
+    ones = torch.ones(60, 1, dtype=dtype)
+    with torch.no_grad():
+        assert float((operator._bilinear_derivative(ones, ones)[0] * x).sum().abs()) < 1e-3
