@@ -31,8 +31,8 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         likelihood: Gaussian with independent noise.
         model: an ExactGP with one output and finite feature maps.
         batch_size: rows per step; None is 256, or all data if fewer.
-        update: "natural" takes natural gradient steps. With "gradient", v and a root of S are parameters, in units
-            of the posterior at the start (or `refresh()`): train with `Adam(mll.parameters())`.
+        update: "natural" takes natural gradient steps. With "gradient", v and a root of S are parameters: train with
+            `Adam(mll.parameters())`.
         tracker_rate: natural step size in (0, 1], or a function of the step; None falls from min(.05, .1 b / m) to .001
             with the square root of the steps, and is 1 for a batch of all data.
         include_batch: natural weights see half of a batch before its loss is computed, so that they follow a network; the
@@ -84,9 +84,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             self._rate = TrackerRate(tracker_rate, self._current_batch_size(), self.num_features)
             self._run = self._run.having(weights={"precision": identity, "moment": zeros})
         else:
-            # In units of the posterior at the start: moves of Adam have one size for all, whatever the data tell.
-            self._run = self._run.having(weights={"centre": zeros, "scale": identity})
-            self.mean = torch.nn.Parameter(zeros.clone())
+            self.mean = torch.nn.Parameter(zeros)
             # With the logarithm of its diagonal, which stays positive.
             self.raw_root = torch.nn.Parameter(torch.zeros_like(identity))
 
@@ -94,19 +92,18 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         precision, moment = exact_statistics(problem, centred=self.centred)
         if self.update == "natural":
             return run.having(weights={"precision": precision, "moment": moment})
-        exact = WeightDistribution.from_precision(precision, moment)
-        start = {"centre": exact.mean, "scale": triangular_root(exact.root @ exact.root.mT)}
-        zeros = {name: torch.zeros_like(value) for name, value in run.parts["parameters"].items()}
-        return run.having(weights=start, parameters=zeros)
+        weights = WeightDistribution.from_precision(precision, moment)
+        root = triangular_root(weights.root @ weights.root.mT)
+        raw_root = root.tril(-1) + torch.diag(root.diagonal().log())
+        return run.having(parameters={"mean": weights.mean, "raw_root": raw_root})
 
     def _weights(self, run: Run) -> WeightDistribution:
         if self.update == "natural":
             return WeightDistribution.from_precision(**run.parts["weights"])
-        (centre, scale), own = (run.parts["weights"][name] for name in ("centre", "scale")), run.parts["parameters"]
-        logarithms = own["raw_root"].diagonal()
-        root = own["raw_root"].tril(-1) + torch.diag(logarithms.exp())
-        log_determinant = 2 * (logarithms.sum() + scale.diagonal().log().sum())
-        return WeightDistribution(centre + scale @ own["mean"], scale @ root, log_determinant)
+        raw_root = run.parts["parameters"]["raw_root"]
+        logarithms = raw_root.diagonal()
+        root = raw_root.tril(-1) + torch.diag(logarithms.exp())
+        return WeightDistribution(run.parts["parameters"]["mean"], root, 2 * logarithms.sum())
 
     def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
         batch = self._batch(problem, rows)

@@ -149,20 +149,6 @@ def test_gap_of_a_spoiled_state_and_after_a_refresh(method: str) -> None:
     assert mll.gap() < 1e-10
 
 
-@pytest.mark.parametrize("noise", [1e-3, 1.0])
-def test_a_step_of_adam_on_weights_costs_little_whatever_the_data_tell(noise: float) -> None:
-    """Moves of a weight by .1 are many standard deviations at little noise: Adam undid an earlier fit."""
-    case = feature_case(kernels.LinearKernel())
-    case.likelihood.noise = noise
-    mll = METHODS["gradient"](case.likelihood, case.model, batch_size=len(case.y), generator=0)
-    mll.refresh()
-    case.likelihood.noise = 1.1 * noise  # else nothing would move
-    before = mll.gap()
-    step(mll, case)
-    torch.optim.Adam([mll.mean, mll.raw_root], lr=0.1).step()
-    assert len(case.y) * (mll.gap() - before) < 0.5  # nats
-
-
 def test_the_tracker_is_a_natural_gradient_step() -> None:
     """Sigma^-1 + rho dJ/dSigma, by finite differences in Sigma, and the same for the mean's natural parameter."""
     case = feature_case(KERNELS["linear"](), n=20)
