@@ -174,6 +174,8 @@ def test_a_batch_of_all_data_leaves_nothing_to_average(method: str) -> None:
     exact, _ = exact_statistics(
         WeightSpaceProblem(case.likelihood, case.model(case.x), case.y), centred=method == "natural"
     )
+    all_and_more = torch.cat([torch.arange(30), torch.zeros(60, dtype=torch.int64)])
+    assert mll._rate(0, all_and_more, 30) < 1
     step(mll, case, torch.zeros(30, dtype=torch.int64))  # as many rows, but not all
     assert (kept(mll, "precision") - exact).abs().max() > 0.1 * exact.abs().max()
     step(mll, case)
