@@ -14,7 +14,7 @@ from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.training.training_system import TrainingSystem
 
 #: Relative residual; the variance's error is of second order in it.
-TOLERANCE, MAX_EPOCHS = 1e-3, 1000.0
+TOLERANCE, MAX_EPOCHS = 1e-2, 1000.0
 #: Points of the check of first variances; least and most products, and projections that are worth one.
 NUM_CHECKED, CHECK_EPOCHS, RANK_PER_EPOCH = 8, (4, 12), 64
 
