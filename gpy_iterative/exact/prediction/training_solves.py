@@ -80,11 +80,11 @@ def prediction_solver(solver: Solver, operator: LinearOperator, columns: Tensor)
         return solver
     size = operator.shape[-1]
     part = min(NOISE_PART, NOISE_NORM / size**0.5) if isinstance(solver, ConjugateGradients) else NOISE_PART
-    wanted = max(part * least_relative_noise(operator, columns), SMALLEST_TOLERANCE[columns.dtype])
+    wanted = max(part * _least_relative_noise(operator, columns), SMALLEST_TOLERANCE[columns.dtype])
     return replace(solver, tolerance=min(solver.tolerance, wanted))
 
 
-def least_relative_noise(operator: NoisyLinearOperator, columns: Tensor) -> float:
+def _least_relative_noise(operator: NoisyLinearOperator, columns: Tensor) -> float:
     """Standard deviation of the noise over the root mean square of the largest of these columns [*b, n, s]."""
     sizes = columns.square().mean(-2).sqrt()
     # The harmonic mean: data of small noise determine the posterior.
@@ -251,7 +251,7 @@ class TrainingSolves:
         operator, far_field = self.system.operator, solution.stats.far_field
         if far_field is not None:
             is_noisy = isinstance(operator, NoisyLinearOperator)
-            if not is_noisy or far_field.residual > NOISE_PART * least_relative_noise(operator, rhs):
+            if not is_noisy or far_field.residual > NOISE_PART * _least_relative_noise(operator, rhs):
                 return False
         norm = partial(torch.linalg.vector_norm, dim=-2)
         limit = product_rounding(operator, torch.finfo(operator.dtype).eps).unsqueeze(-1) * norm(solution.value)

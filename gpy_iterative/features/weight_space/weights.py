@@ -117,9 +117,9 @@ class TrackerRate:
         self.given, self.initial = given, min(0.05, 0.1 * batch_size / num_features)
 
     def __call__(self, step: int, rows: Tensor, num_data: int) -> float:
-        if self.given is None and len(rows) == num_data == len(rows.unique()):
-            return 1.0  # sums over all data are exact; an average would only lag behind the hyperparameters
         if self.given is None:
+            if len(rows) == num_data == len(rows.unique()):
+                return 1.0  # sums over all data are exact; an average would only lag behind the hyperparameters
             return max(self.initial / math.sqrt(1 + self.initial * step / 4), min(self.initial, SMALLEST_RATE))
         rate = self.given(step) if callable(self.given) else self.given
         check_rate("tracker_rate", rate)

@@ -109,10 +109,6 @@ class Problem:
     def mean(self) -> Tensor:
         return self.prior.mean.detach().double().flatten()
 
-    @property
-    def largest_variance(self) -> Tensor:
-        return self.prior.point_blocks().double().diagonal(dim1=-2, dim2=-1).max()
-
     def by_point(self, flat: Tensor) -> Tensor:
         return flat.view(self.prior.num_points, self.prior.num_latents)
 
@@ -202,8 +198,6 @@ class LaplaceSolver(ABC):
     #: For float64 and float32 kernels; floors are the covariance's.
     _tolerances: ClassVar[tuple[float, float]]
     _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]]
-    #: Of a step's curvature.
-    _step_floor: ClassVar[CurvatureFloor] = STEP_FLOOR
     #: Words of `advice`.
     _budget: ClassVar[str] = "max_outer"
     _room: ClassVar[str] = ""
@@ -292,11 +286,15 @@ class LaplaceSolver(ABC):
             log_joint=iterate.log_joint,
         )
 
+    def _step_floor(self, problem: Problem) -> CurvatureFloor:
+        variances = problem.prior.point_blocks().double().diagonal(dim1=-2, dim2=-1)
+        return replace(STEP_FLOOR, most=float(MOST_FLOOR / variances.max()))
+
     def _iterated(self, problem: Problem, steps: StepSolver) -> tuple[Iterate, SolveStatus, int]:
         tolerance = self.tolerance or self._tolerances[problem.is_single_precision]
         iterate, patience = self._start(problem, steps), PATIENCE
         best_error, best_joint = iterate.stationarity, iterate.log_joint
-        floor = replace(self._step_floor, most=float(MOST_FLOOR / problem.largest_variance))
+        floor = self._step_floor(problem)
         for outer in range(self.max_outer + 1):
             if iterate.stationarity <= tolerance:
                 return iterate, SolveStatus.CONVERGED, outer

@@ -253,7 +253,9 @@ class LaplaceCholesky(LaplaceSolver):
 
     _tolerances: ClassVar[tuple[float, float]] = (1e-10, 1e-5)
     _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]] = (NO_FLOOR, NO_FLOOR)
-    _step_floor: ClassVar[CurvatureFloor] = NO_FLOOR  # a floor slows steps, and these need no W^+
 
     def _step_solver(self, problem: Problem) -> StepSolver:
         return DenseKernel(problem.prior.operator)
+
+    def _step_floor(self, problem: Problem) -> CurvatureFloor:
+        return NO_FLOOR  # a floor slows steps, and these need no W^+

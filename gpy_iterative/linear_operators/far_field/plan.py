@@ -9,12 +9,7 @@ import torch
 from gpy_iterative.linear_operators.far_field.entries import ProductEntries
 from gpy_iterative.linear_operators.far_field.proxies import sampled_proxies
 from gpy_iterative.linear_operators.far_field.skeletons import needed_rank
-from gpy_iterative.linear_operators.far_field.tree import (
-    LevelPairs,
-    Nodes,
-    balanced_tree,
-    level_pairs,
-)
+from gpy_iterative.linear_operators.far_field.tree import LevelPairs, Nodes, balanced_tree, level_pairs
 from gpy_iterative.random_numbers import integers, permutation
 from gpy_iterative.worker_threads import run
 

@@ -31,7 +31,7 @@ class KeOpsFormulas:
     multiple: int = 1
 
 
-#: Largest r in exp(-r), which then times squared distances of 1e10 lengthscales, as of time stamps, is next to 0.
+#: Largest r in exp(-r): next to 0 even times squared distances of 1e10 lengthscales (time stamps), and no denormal number.
 FARTHEST = 68.0
 _LOG2_E = math.log2(math.e)
 
