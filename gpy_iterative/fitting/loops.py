@@ -197,12 +197,12 @@ class CurvatureLoop(Loop):
         return found, is_new
 
     def _is_best(self, point: Point, found: Assessment) -> bool:
-        """By its value where that differs clearly: on a plateau little seems left to gain."""
+        """By its value where that differs clearly: what seems left is little on a plateau and varies along valleys."""
         if self._best is None:
             return True
         left, value, error, _ = self._best
         gain = point.value - value
-        if abs(gain) > NEAR + CLEAR * math.hypot(point.error, error):
+        if abs(gain) > LEFT + CLEAR * math.hypot(point.error, error):
             return gain > 0
         return found.left < left
 

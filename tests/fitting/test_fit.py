@@ -321,6 +321,15 @@ def test_a_plateau_where_little_seems_left_to_gain_is_not_the_best_point(monkeyp
     assert dense_value(mll) / 80 > loop.history[0].value + 0.1
 
 
+@pytest.mark.parametrize(("error", "is_better"), [(0.1, True), (1.0, False)])
+def test_a_value_of_one_nat_more_counts_beyond_its_error(error: float, is_better: bool) -> None:
+    optimiser = gpi.fitting.AverageInformation(regression(80))
+    loop, found = CurvatureLoop(optimiser, [], 10), optimiser.assess()
+    point = replace(optimiser.point, error=error)
+    loop._best = (found.left / 2, point.value - 1, error, point.position)
+    assert loop._is_best(point, found) is is_better
+
+
 def test_ctrl_c_keeps_what_the_last_step_has_reached() -> None:
     mll, other = regression(80), regression(80)
 
