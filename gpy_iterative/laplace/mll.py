@@ -159,6 +159,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         prior = latent_prior(function_dist, self.products, self._cache, observed)
         likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents, known)
         solver = default_laplace_solver(prior.size) if self.solver is None else self.solver
+        prior = solver.prior_for(prior)
         generator = self._run.generator()
         with torch.inference_mode(False), torch.no_grad():
             fixed = LatentPrior(prior.operator, prior.mean.detach())
@@ -167,7 +168,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
                     fixed, likelihood, initial_weights=self._weights, generator=generator, callback=callback
                 )
             estimate = self._estimate(fixed, likelihood, solution, solver, generator)
-        value = estimate.with_gradient(prior, likelihood)
+        value = estimate.with_gradient(prior, likelihood).to(function_dist.mean.dtype)
         value = self._add_other_terms(value, params).div_(target.numel())
         self._warn_once(solution, estimate, solver, prior.operator.dtype)
         self.report = LaplaceReport(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning, float64_first, warn
-from gpy_iterative.exact.prediction.blocks import product
+from gpy_iterative.exact.prediction.blocks import converted, product
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
@@ -135,6 +135,7 @@ class LaplacePosterior:
             mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, root.shape[-1])
             if batch:
                 prior = to_linear_operator(latent_covariance(fit.snapshot.copies()[0], points, self._products))
+            mean, root = mean.to(prior.dtype), root.to(prior.dtype)
             covariance = prior.clone() - RootLinearOperator(root)
             if fit.is_single:
                 return MultivariateNormal(mean.squeeze(-1), covariance)
@@ -149,7 +150,7 @@ class LaplacePosterior:
             for chunk in _chunks(points):
                 mean, root, prior = self._conditioned(fit, columns, chunk)
                 known = root.double().view(-1, latents, root.shape[-1])
-                before = point_blocks(prior, latents).double()
+                before = point_blocks(converted(prior, mean.dtype), latents).double()
                 means.append(mean.double().view(-1, latents))
                 blocks.append(_clamped(before - known @ known.mT, before, fit.prior.operator.dtype))
             shape = (*points[0].shape[:-1], latents)
@@ -223,9 +224,9 @@ class LaplacePosterior:
         distribution = prior_at(snapshot.model, inputs)
         check_targets_fit(distribution, targets)
         prior = latent_prior(distribution, self._products)
-        prior = LatentPrior(prior.operator.detach(), prior.mean.detach())
-        likelihood = PointwiseLikelihood(snapshot.likelihood, targets, prior.num_latents, params)
         solver = self._mode_solver(prior)
+        prior = solver.prior_for(LatentPrior(prior.operator.detach(), prior.mean.detach()))
+        likelihood = PointwiseLikelihood(snapshot.likelihood, targets, prior.num_latents, params)
         with reporting_solve(self._progress, "mode", "products") as callback:
             options = {"generator": self._generator(), "callback": callback}
             solution = solver.solve(prior, likelihood, initial_weights=initial_weights, **options)
@@ -255,6 +256,7 @@ class LaplacePosterior:
     def _exact_variance(self, fit: LaplaceFit, points: list[Tensor]) -> Tensor:
         latents = fit.prior.num_latents
         _, test_train, test_test = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
+        test_train, test_test = (converted(block, fit.prior.mean.dtype) for block in (test_train, test_test))
         whitened = fit.solution.curvature.root_t(test_train.to_dense().double().mT)
         solution = self._solve(fit, whitened)
         # The residual makes the error second order in the solve's: large terms cancel.

@@ -214,6 +214,10 @@ class LaplaceSolver(ABC):
         """The solver of predictions from n C = `size` latent values: options left unsaid may differ there."""
         return self
 
+    def prior_for(self, prior: LatentPrior) -> LatentPrior:
+        """The prior in the precision in which this solver computes."""
+        return prior
+
     def advice(self, solution: LaplaceSolution, dtype: torch.dtype) -> str:
         """Advice when the mode was not reached."""
         name = type(self).__name__
