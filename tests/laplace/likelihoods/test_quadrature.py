@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributions import Normal
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, softplus
 
 from gpy_iterative.laplace.likelihoods.quadrature import dense_marginal, log_concave_marginal
 
@@ -69,3 +69,47 @@ def test_dense_nodes_serve_densities_with_two_ends() -> None:
     torch.testing.assert_close(
         dense_marginal(cauchy.log_prob, MEANS, variance), on_a_grid(cauchy.log_prob, MEANS, 1.0), rtol=1e-5, atol=1e-5
     )
+
+
+def negative_binomial(count: float) -> Function:
+    """Of softplus(f) failures, each with probability 1/2."""
+
+    def log_prob(f: Tensor) -> Tensor:
+        failures = softplus(f)
+        ways = torch.lgamma(count + failures) - torch.lgamma(failures) - math.lgamma(count + 1)
+        return ways - (count + failures) * math.log(2)
+
+    return log_prob
+
+
+@pytest.mark.parametrize(
+    ("density", "mean", "deviation"),
+    [
+        pytest.param(poisson(1e5)[0], 11.0, 1.0, id="narrow"),
+        pytest.param(negative_binomial(1e5), 0.0, 3e5, id="narrower"),
+        pytest.param(negative_binomial(1e5), 1e3, 300.0, id="far"),
+        pytest.param(poisson(1000.0)[0], 0.0, 0.1, id="outlier"),
+        pytest.param(poisson(0.0)[0], 900.0, 30.0, id="overflow"),
+    ],
+)
+def test_dense_nodes_find_what_is_narrow_or_far(density: Function, mean: float, deviation: float) -> None:
+    """Errors were .008, .8, 3e4, 3e3; in the last, most of the integrand is infinite."""
+    place, variance = (torch.tensor([value], dtype=torch.float64) for value in (mean, deviation**2))
+    found = dense_marginal(density, place, variance)
+    grid = torch.linspace(-40, 160, 400_001, dtype=torch.float64)
+    values = Normal(0.0, 1.0).log_prob(grid) + density(mean + deviation * grid).nan_to_num(nan=-torch.inf)
+    torch.testing.assert_close(found.squeeze(), torch.logsumexp(values, 0) + math.log(200 / 4e5), rtol=1e-9, atol=1e-6)
+
+
+def test_the_search_goes_beyond_its_reach_only_where_the_density_rises_there() -> None:
+    visited = []
+
+    def density(f: Tensor) -> Tensor:
+        visited.append(f)
+        return poisson(1000.0)[0](f)
+
+    mean = torch.tensor([0.0, 7.0], dtype=torch.float64)
+    dense_marginal(density, mean, torch.full_like(mean, 0.01))
+    farthest = torch.stack(visited).amax(0)
+    assert float(farthest[0]) > 5.0
+    assert float(farthest[1]) == pytest.approx(7.0 + 0.1 * 12)
