@@ -126,9 +126,12 @@ class PointwiseLikelihood:
         return self.log_prob(samples) if self._form.takes_samples else torch.stack([*map(self.log_prob, samples)])
 
     def total(self, f: Tensor) -> float:
-        """The sum of log densities."""
-        with torch.no_grad():
-            return float(self.log_prob(f).sum())
+        """The sum of log densities; NaN where the likelihood refuses f."""
+        try:
+            with torch.no_grad():
+                return float(self.log_prob(f).sum())
+        except ValueError:  # of torch for a parameter out of range, such as a rate that underflows
+            return math.nan
 
     def gradient(self, f: Tensor) -> Tensor:
         """The gradient d log p / df [n, C]. Raises NonFiniteError."""

@@ -1,11 +1,13 @@
 """The mode solvers against dense Newton steps, textbook iterations and one another."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from gpytorch.constraints import GreaterThan
 from gpytorch.likelihoods import StudentTLikelihood
+from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
 from benchmarks.literal_newton import LiteralNewton
@@ -325,6 +327,38 @@ def test_steps_that_overshoot_below_the_rounding_of_the_density(n: int) -> None:
     prior, likelihood = problem.prior(), problem.pointwise()
     for solver in (LaplaceCholesky(), LaplaceNewton(tolerance=1e-9, max_outer=100)):
         assert solver.solve(prior, likelihood).converged
+
+
+class Amounts(_OneDimensionalLikelihood):
+    """Gamma with mean exp(f), whose rate torch refuses where it underflows to zero."""
+
+    def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> torch.distributions.Gamma:
+        return torch.distributions.Gamma(torch.ones_like(function_samples), torch.exp(-function_samples))
+
+
+@pytest.mark.parametrize("solver", [LaplaceCholesky(), LaplaceNewton()])
+def test_steps_that_the_likelihood_refuses_are_shortened(
+    solver: LaplaceCholesky | LaplaceNewton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.linspace(-2, 2, 30, dtype=torch.float64).unsqueeze(-1)
+    y, refused, forward = torch.exp(10 * torch.sin(3 * x[:, 0]) - 14), [], Amounts.forward
+
+    def watched(likelihood: Amounts, function_samples: Tensor) -> torch.distributions.Gamma:
+        try:
+            return forward(likelihood, function_samples)
+        except ValueError:
+            refused.append(function_samples)
+            raise
+
+    monkeypatch.setattr(Amounts, "forward", watched)
+    prior, _ = poisson_problem(x, torch.zeros_like(y), 0.5, 1e6)
+    likelihood = PointwiseLikelihood(Amounts(), y, 1)
+    solution = solver.solve(prior, likelihood)
+    assert refused
+    assert solution.converged
+    far = LatentPrior(prior.operator, torch.full_like(prior.mean, 1e3))
+    with pytest.raises(ValueError, match="parameter rate"):
+        solver.solve(far, likelihood)
 
 
 def test_huge_outputscale_and_wrong_labels() -> None:
