@@ -71,8 +71,7 @@ class LaplaceSamplePaths:
                     "Sample paths take test inputs [t, d]: list the points of a batch one after the other."
                 )
             mean, test_train, _ = latent_blocks(model, self.inputs, points, self.products)
-            update = product(test_train, self.update.to(points[0].dtype))
-            update = update.view(*mean.shape, self.num_paths)
+            update = product(test_train, self.update).to(mean.dtype).view(*mean.shape, self.num_paths)
             values = mean.unsqueeze(-1) + self.functions(prior_at(model, points)) + update
             values = values.movedim(-1, 0)
             return values.squeeze(-1) if values.shape[-1] == 1 else values

@@ -184,7 +184,7 @@ class LaplacePosterior:
             noise = normal((curvature.num_columns, num_paths), generator, fit.solution.value.device)
             whitened = curvature.root_t(functions(fit.distribution).double().flatten(0, 1)) + noise
             update = fit.solution.value.view(-1, 1) - curvature.root(self._solve(fit, whitened).value.double())
-        return LaplaceSamplePaths(fit.snapshot, functions, fit.inputs, update, self._products)
+        return LaplaceSamplePaths(fit.snapshot, functions, fit.inputs, update.to(fit.prior.mean.dtype), self._products)
 
     def _current(self, initial_weights: Tensor | None = None) -> LaplaceFit:
         with self._lock:

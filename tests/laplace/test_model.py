@@ -859,6 +859,8 @@ def test_dense_steps_of_a_float32_model_are_computed_in_float64() -> None:
     assert float(((mean - expected) / wanted[..., 0].sqrt()).abs().max()) < 0.01
     torch.testing.assert_close(variance, wanted, rtol=1e-3, atol=0)
     torch.testing.assert_close(mathematical, wanted.flatten(), rtol=0.01, atol=0)
+    deviations = (low.sample_paths(200)(x).double() - expected.flatten()) / wanted.flatten().sqrt()
+    assert float(deviations.mean(0).abs().max()) < 4 / 200**0.5
 
 
 def test_progress_tells_of_refinements() -> None:
