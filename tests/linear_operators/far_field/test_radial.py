@@ -422,3 +422,19 @@ def test_float32_interpolates_the_points_of_its_entries() -> None:
     exact = entries.blocks(rows, rows).squeeze(0).double()
     error = (product - exact @ vectors).square().mean().sqrt() / len(x) ** 0.5 / exact.std()
     assert float(error) < 1e-5
+
+
+def test_lengthscale_derivative_of_inputs_that_span_many_lengthscales() -> None:
+    """Times in seconds at a lengthscale of one second: rounding errors of equal points' derivatives reached .04."""
+    generator = torch.Generator().manual_seed(0)
+    x = 4e7 * torch.rand(N, 1, generator=generator, dtype=torch.float64) - 2e7
+    x[:100], x[200:300] = x[100:200], x[300:400] + 0.5
+    v, scale = vectors(N, 3), torch.ones((), dtype=torch.float64, requires_grad=True)
+    distances = 3**0.5 * scale * (x - x.mT).abs()
+    (1.7 * (1 + distances) * torch.exp(-distances) * (v @ v.mT)).sum().backward()
+    operator = radial(x.requires_grad_())
+    assert far_field_error(operator) is not None
+    with torch.no_grad():
+        derivative = operator._bilinear_derivative(v, v)[0]
+    assert scale.grad is not None
+    assert float((x.detach() * derivative).sum()) == pytest.approx(float(scale.grad), rel=1e-6)
