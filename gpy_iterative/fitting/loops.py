@@ -152,8 +152,9 @@ class CurvatureLoop(Loop):
                 self._settle()
             return FitStatus.BUDGET
         self._last, self._assessed = self._optimiser.step(), None
-        if self._last is None:
-            return self._ended(found, limit) if is_converged else FitStatus.STAGNATED
+        if self._last is None:  # nothing changed
+            self._assessed = found
+            return self._ended(found, limit)
         self.steps += 1
         if self.steps >= FOLLOWED_AFTER and not len(found.samples):
             self._follow()

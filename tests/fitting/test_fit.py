@@ -295,6 +295,18 @@ def test_an_exact_fit_that_cannot_go_on_from_its_optimum_has_converged() -> None
     assert loop.steps > 2
 
 
+def test_a_fit_that_cannot_go_on_near_its_optimum_keeps_nats_left_and_standard_errors() -> None:
+    mll = regression(100)
+    quiet(mll)
+    mll.likelihood.noise = 1.2 * mll.likelihood.noise.detach()
+    optimiser = gpi.fitting.AverageInformation(mll)
+    optimiser.step = lambda: None
+    result = CurvatureLoop(optimiser, [], 30).run(None, (), False, None)
+    assert 0.1 < result.history[-1].left_to_gain < 2
+    assert result.status is FitStatus.NOISE
+    assert result.has_standard_errors
+
+
 def test_a_fit_that_blind_steps_do_not_help_ends_at_its_best_point(monkeypatch: pytest.MonkeyPatch) -> None:
     mll = regression(80)
     loop = CurvatureLoop(gpi.fitting.AverageInformation(mll), [], 10)
