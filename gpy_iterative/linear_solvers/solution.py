@@ -176,10 +176,13 @@ class Solution:
     preconditioner: Preconditioner | None = field(default=None, kw_only=True)
 
 
-def warn_of(what: str, status: SolveStatus, stats: SolveStats, dtype: torch.dtype) -> None:
+def warn_of(
+    what: str, status: SolveStatus, stats: SolveStats, dtype: torch.dtype, *, advice: str | None = None
+) -> None:
+    """ConvergenceWarning. Without `advice` it has that of the status."""
     norms = ", ".join(f"{name} {norm:.2g}" for name, norm in stats.residual_norms.items())
     warn(
         f"{what} ended with status {status.name.lower()} after {stats.epochs:.1f} epochs (relative residuals: {norms}). "
-        f"{status.advice_for(dtype) if stats.far_field is None else stats.far_field.advice}",
+        f"{(advice or status.advice_for(dtype)) if stats.far_field is None else stats.far_field.advice}",
         ConvergenceWarning,
     )

@@ -15,6 +15,10 @@ from gpy_iterative.training.training_system import TrainingSystem
 
 #: Relative residual; the variance's error is of second order in it.
 TOLERANCE, MAX_EPOCHS = 1e-2, 1000.0
+ADVICE = (
+    "The errors may be wrong. Raise the posterior's rank, which shortens this solve, or take "
+    "solver=gpi.solvers.Cholesky(), whose variances are exact."
+)
 #: Points of the check of first variances; least and most products, and projections that are worth one.
 NUM_CHECKED, CHECK_EPOCHS, RANK_PER_EPOCH = 8, (4, 12), 64
 
@@ -116,7 +120,8 @@ def solved_variance(
     solution = solver.solve(native, rest, groups=groups, preconditioner=deflation)
     if solution.status is not SolveStatus.CONVERGED and enough is None:
         stats = replace(solution.stats, residual_norms={"points": max(solution.stats.residual_norms.values())})
-        warn_of(f"The solve of variance_error (tolerance {TOLERANCE})", solution.status, stats, rest.dtype)
+        what = f"The solve of variance_error (tolerance {TOLERANCE})"
+        warn_of(what, solution.status, stats, rest.dtype, advice=ADVICE)
     explained = known + ((rest + solution.residual) * solution.value).sum(-2)
     return prior_variance - from_columns(explained.unsqueeze(-2), like[..., :1, :]).squeeze(-2)
 

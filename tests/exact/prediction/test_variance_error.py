@@ -55,8 +55,11 @@ def test_solves_that_miss_their_tolerance_warn(monkeypatch: pytest.MonkeyPatch) 
     posterior = PathwisePosterior(case.model, case.likelihood, exact_below=0, solver=ConjugateGradients(), rank=5)
     with pytest.warns(
         ConvergenceWarning, match=r"^The solve of variance_error \(tolerance 0.01\) ended with status budget"
-    ):
+    ) as caught:
         posterior.variance_error(held_out_points(3))
+    (message,) = (str(each.message) for each in caught if issubclass(each.category, ConvergenceWarning))
+    assert "Raise the posterior's rank" in message
+    assert "max_epochs" not in message  # variance_error has no such option
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 0.03), (torch.float64, 1e-6)])
