@@ -272,8 +272,9 @@ class CurvatureLoop(Loop):
 
 
 def _is_visible(last: Step, found: Assessment) -> bool:
+    """By the values, or by the gradients, whose noise is far smaller."""
     is_seen = last.seen and (last.gained > LEFT or found.noise == 0)
-    return is_seen or last.gained > NEAR * _noise_limit(found)
+    return is_seen or last.gained > max(LEFT, CLEAR * found.noise)
 
 
 def _noise_limit(found: Assessment) -> float:

@@ -17,9 +17,10 @@ from gpytorch.constraints import GreaterThan, Interval, Positive
 import gpy_iterative as gpi
 from gpy_iterative.errors import DataWarning
 from gpy_iterative.fitting import FitStatus
-from gpy_iterative.fitting.loops import CurvatureLoop
+from gpy_iterative.fitting.loops import CurvatureLoop, _is_visible
 from gpy_iterative.fitting.steps import levenberg_marquardt
 from gpy_iterative.fitting.steps.adam import AdamSteps
+from gpy_iterative.fitting.steps.points import Step
 from gpy_iterative.fitting.stopping import has_converged
 from tests.exact.gaussian_models import CASES, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_optimum, dense_value, features, quiet, regression
@@ -340,6 +341,13 @@ def test_a_value_of_one_nat_more_counts_beyond_its_error(error: float, is_better
     point = replace(optimiser.point, error=error)
     loop._best = (found.left / 2, point.value - 1, error, point.position)
     assert loop._is_best(point, found) is is_better
+
+
+@pytest.mark.parametrize(("gained", "noise", "is_visible"), [(1.0, 0.1, True), (1.0, 0.5, False), (0.04, 0.01, False)])
+def test_gradients_show_gains_that_noise_hides_in_values(gained: float, noise: float, is_visible: bool) -> None:
+    found = replace(gpi.fitting.AverageInformation(regression(80)).assess(), noise=noise)
+    step = Step(length=1.0, predicted=2.0, gained=gained, seen=False, trials=1, epochs=1.0, seconds=1.0)
+    assert _is_visible(step, found) is is_visible
 
 
 def test_ctrl_c_keeps_what_the_last_step_has_reached() -> None:
