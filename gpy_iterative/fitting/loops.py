@@ -154,7 +154,7 @@ class CurvatureLoop(Loop):
         self._last, self._assessed = self._optimiser.step(), None
         if self._last is None:  # nothing changed
             self._assessed = found
-            return self._ended(found, limit)
+            return self._ended(self._settle(), limit)
         self.steps += 1
         if self.steps >= FOLLOWED_AFTER and not len(found.samples):
             self._follow()
@@ -208,7 +208,7 @@ class CurvatureLoop(Loop):
         return found.left < left
 
     def _settle(self) -> Assessment:
-        start, known = time.perf_counter(), self._optimiser.assess()
+        start, known = time.perf_counter(), self._assessed  # what the last row tells
         self._assessed = None  # Ctrl-C may come between
         found, last = self._optimiser.settle(), self.history[-1]
         if found is not known:

@@ -86,7 +86,7 @@ class TrainingSystem:
         """Warns where rounding remains in matrices that GPyTorch has evaluated in float32."""
         if self.operator.dtype == torch.float64:
             return self
-        if has_evaluated_matrix(self.operator) and self._is_rounded(ROUNDING_IN_TRAINING):
+        if has_evaluated_matrix(self.operator, self.operator.shape[-1]) and self._is_rounded(ROUNDING_IN_TRAINING):
             warn(
                 "GPyTorch evaluates this model's kernel matrix in float32, and the noise is not large beside its rounding: "
                 "likelihoods and predictions may be wrong. Use float64 (model.double(), and the data), or for a product "
@@ -100,9 +100,9 @@ class TrainingSystem:
         return kernel_terms(self.prior.lazy_covariance_matrix, self.observed)
 
 
-def has_evaluated_matrix(operator: LinearOperator) -> bool:
-    """Whether entries of all pairs of data, or of a grid, were evaluated before this package could choose a precision."""
-    is_whole = lambda part: isinstance(part, DenseLinearOperator) and min(part.matrix_shape) >= operator.shape[-1]
+def has_evaluated_matrix(operator: LinearOperator, num_rows: int) -> bool:
+    """Whether a matrix of all pairs of data, or of a grid, was evaluated before this package could choose a precision."""
+    is_whole = lambda part: isinstance(part, DenseLinearOperator) and min(part.matrix_shape) >= num_rows
     return any(isinstance(part, ToeplitzLinearOperator) or is_whole(part) for part in all_parts(operator))
 
 

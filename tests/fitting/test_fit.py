@@ -22,6 +22,7 @@ from gpy_iterative.fitting.loops import CurvatureLoop, _is_visible
 from gpy_iterative.fitting.steps import levenberg_marquardt
 from gpy_iterative.fitting.steps.adam import AdamSteps
 from gpy_iterative.fitting.steps.points import Step
+from gpy_iterative.fitting.steps.quasi_newton import QuasiNewton
 from gpy_iterative.fitting.stopping import has_converged
 from tests.exact.gaussian_models import CASES, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_optimum, dense_value, features, quiet, regression
@@ -307,6 +308,19 @@ def test_a_fit_that_cannot_go_on_near_its_optimum_keeps_nats_left_and_standard_e
     assert 0.1 < result.history[-1].left_to_gain < 2
     assert result.status is FitStatus.NOISE
     assert result.has_standard_errors
+
+
+def test_a_laplace_fit_that_cannot_go_on_tells_what_central_differences_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = poisson_case("poisson-log", n=60).model
+    mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model)
+    quiet(mll)
+    model.covar_module.outputscale = 1.6 * model.covar_module.outputscale.detach()
+    left, _ = QuasiNewton(mll).settle().expected()
+    monkeypatch.setattr(levenberg_marquardt.LevenbergMarquardt, "step", lambda self: None)
+    result = quiet(mll)
+    assert result.status is FitStatus.NOISE
+    assert result.has_standard_errors
+    assert result.history[-1].left_to_gain == pytest.approx(left)
 
 
 def test_a_fit_that_blind_steps_do_not_help_ends_at_its_best_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import torch
 from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 
+from gpy_iterative.errors import float64_first
 from gpy_iterative.exact.prediction.blocks import as_columns, converted, dense, from_columns, row_block, row_group
 from gpy_iterative.exact.prediction.projection import GalerkinProjection, Projection
 from gpy_iterative.linear_operators.extensions import with_products
@@ -15,10 +16,6 @@ from gpy_iterative.training.training_system import TrainingSystem
 
 #: Relative residual; the variance's error is of second order in it.
 TOLERANCE, MAX_EPOCHS = 1e-2, 1000.0
-ADVICE = (
-    "The errors may be wrong. Raise the posterior's rank, which shortens this solve, or take "
-    "solver=gpi.solvers.Cholesky(), whose variances are exact."
-)
 #: Points of the check of first variances; least and most products, and projections that are worth one.
 NUM_CHECKED, CHECK_EPOCHS, RANK_PER_EPOCH = 8, (4, 12), 64
 
@@ -121,7 +118,11 @@ def solved_variance(
     if solution.status is not SolveStatus.CONVERGED and enough is None:
         stats = replace(solution.stats, residual_norms={"points": max(solution.stats.residual_norms.values())})
         what = f"The solve of variance_error (tolerance {TOLERANCE})"
-        warn_of(what, solution.status, stats, rest.dtype, advice=ADVICE)
+        advice = (
+            f"Its errors may be wrong: {float64_first(rest.dtype)}raise the posterior's rank, which shortens this solve, "
+            "or take solver=gpi.solvers.Cholesky(), whose variances are exact."
+        )
+        warn_of(what, solution.status, stats, rest.dtype, advice=advice)
     explained = known + ((rest + solution.residual) * solution.value).sum(-2)
     return prior_variance - from_columns(explained.unsqueeze(-2), like[..., :1, :]).squeeze(-2)
 

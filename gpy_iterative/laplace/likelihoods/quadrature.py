@@ -80,7 +80,7 @@ def log_concave_marginal(
 def dense_marginal(log_density: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:
     """`log_concave_marginal` for any l, by the trapezoidal rule, without gradient.
 
-    Resolves an integrand's maximum of any width, wherever it is, and what is wider than .01 deviations.
+    Resolves a single maximum of any width, wherever it is; of several, those near the mean and wider than .01 deviations.
     """
     mean, deviation = mean.double(), variance.double().sqrt()
 

@@ -246,9 +246,10 @@ def _identity_like(factor: CholeskyFactor) -> Tensor:
 class LaplaceCholesky(LaplaceSolver):
     """Newton's method with dense factors: (n C)^3 for each, a few times 8 (n C)^2 bytes. Near the mode, steps share them.
 
-    For a softmax without mixing weights and independent functions factors cost C n^3.
+    For a softmax without mixing weights and independent functions factors cost C n^3. A float32 model is
+    computed in float64.
 
-    Options: see `LaplaceSolver`; the default tolerance is 1e-10 (float32 kernels: 1e-5).
+    Options: see `LaplaceSolver`; the default tolerance is 1e-10 (matrices evaluated in float32: 1e-5).
     """
 
     max_outer: int = 100
@@ -258,7 +259,7 @@ class LaplaceCholesky(LaplaceSolver):
 
     def prior_for(self, prior: LatentPrior) -> LatentPrior:
         # Beside the factors, entries in float64 cost little; a large W would magnify the rounding of float32.
-        if prior.operator.dtype == torch.float64 or has_evaluated_matrix(prior.operator):
+        if prior.operator.dtype == torch.float64 or has_evaluated_matrix(prior.operator, prior.num_points):
             return prior
         return LatentPrior(in_float64(prior.operator), prior.mean.double())
 

@@ -17,7 +17,7 @@ from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileW
 from gpy_iterative.worker_threads import divided
 
 _ALL = slice(None)
-#: Rounding error of a squared distance, in lengthscales, above which derivatives take differences of pairs.
+#: Rounding error of squared inputs, in squared lengthscales, above which derivatives take differences of pairs.
 LARGEST_CANCELLATION = 1e-8
 
 

@@ -58,7 +58,7 @@ def test_solves_that_miss_their_tolerance_warn(monkeypatch: pytest.MonkeyPatch) 
     ) as caught:
         posterior.variance_error(held_out_points(3))
     (message,) = (str(each.message) for each in caught if issubclass(each.category, ConvergenceWarning))
-    assert "Raise the posterior's rank" in message
+    assert "raise the posterior's rank" in message
     assert "max_epochs" not in message  # variance_error has no such option
 
 

@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from linear_operator import to_linear_operator
+from linear_operator.operators import BlockInterleavedLinearOperator
 from torch import Tensor
 
 from gpy_iterative.laplace.evidence import exact_evidence
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
 from gpy_iterative.laplace.newton.dense import ClassInverse, DenseInverse, DenseKernel, JointInverse
 from gpy_iterative.linear_operators.extensions import function_blocks
+from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor
 from gpy_iterative.solvers import LaplaceCholesky
 from tests.laplace.cases import Case, case
@@ -24,6 +26,14 @@ def latents(problem: Case) -> Tensor:
     """[n, C], with probabilities from 1e-9 to almost 1."""
     shape = problem.prior().mean.shape
     return 5 * torch.sin(1.7 * torch.arange(1.0, 1 + shape.numel(), dtype=torch.float64)).view(shape)
+
+
+def test_float32_entries_stay_float32() -> None:
+    """Also those of several functions; entries that can be evaluated anew are float64."""
+    kernels = torch.eye(4).expand(2, 4, 4)
+    evaluated = LatentPrior(BlockInterleavedLinearOperator(to_linear_operator(kernels)), torch.zeros(4, 2))
+    assert LaplaceCholesky().prior_for(evaluated).operator.dtype == torch.float32
+    assert LaplaceCholesky().prior_for(case("logit", n=4, dtype=torch.float32).prior()).operator.dtype == torch.float64
 
 
 @pytest.mark.parametrize("outputscale", [1.0, 1e3])
