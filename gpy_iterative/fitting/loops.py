@@ -151,10 +151,10 @@ class CurvatureLoop(Loop):
             if is_new:
                 self._settle()
             return FitStatus.BUDGET
-        self._last, self._assessed = self._optimiser.step(), None
-        if self._last is None:  # nothing changed
-            self._assessed = found
+        made = self._optimiser.step()
+        if made is None:  # nothing changed
             return self._ended(self._settle(), limit)
+        self._last, self._assessed = made, None
         self.steps += 1
         if self.steps >= FOLLOWED_AFTER and not len(found.samples):
             self._follow()
