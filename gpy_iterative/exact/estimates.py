@@ -19,7 +19,7 @@ from gpy_iterative.exact.control_variate import ControlVariate
 from gpy_iterative.exact.probes import Probes, probe_jitter
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
-from gpy_iterative.linear_solvers.cholesky import Cholesky
+from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.logdet.lanczos import (
     MAX_LOGDET_PRODUCTS,
     BracketPositions,
@@ -69,6 +69,7 @@ class DensityEstimate(Estimate):
     weights: Tensor  # a = H^-1 residual, [*b, n]
     left: Tensor  # [*b, n, k]; exact: weights of all entries of dH, [*b, n, n]
     right: Tensor | None  # [*b, n, k]
+    factor: CholeskyFactor | None = None  # of H; exact only
     preconditioner: Preconditioner | None = None
     control: ControlVariate | None = None
 
@@ -109,8 +110,9 @@ def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky)
         value=value,
         value_sem=torch.zeros_like(value),
         weights=weights,
-        left=(column @ column.mT).sub_(factor.inverse()).mul_(0.5),
+        left=factor.inverse().mul_(-0.5).addcmul_(column, column.mT, value=0.5),
         right=None,
+        factor=factor,
         status=SolveStatus.CONVERGED if relative <= solver.tolerance else SolveStatus.STAGNATED,
         stats=SolveStats(0, 0.0, 1.0, {"targets": relative}, time.perf_counter() - start),
     )

@@ -85,7 +85,9 @@ class NoisyLinearOperator(LinearOperator):
         return NoisyLinearOperator(self.kernel._mul_constant(other), self.noise * constant)
 
     def to_dense(self) -> Tensor:
-        return self.kernel.to_dense() + torch.diag_embed(self.noise)
+        kernel = self.kernel.to_dense().expand(self.shape)
+        diagonal = kernel.diagonal(dim1=-2, dim2=-1) + self.noise
+        return torch.diagonal_scatter(kernel, diagonal, dim1=-2, dim2=-1)
 
     @torch.no_grad()
     def signal_to_noise(self) -> Tensor:

@@ -69,6 +69,19 @@ def check_information(case: Case, tolerance: float) -> None:
     assert (found - expected).abs().max() < tolerance * expected.abs().max()
 
 
+def test_one_factor_serves_an_exact_evaluation_and_its_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
+    factorize, found = gpi.solvers.Cholesky.factorize, []
+
+    def counted(self: gpi.solvers.Cholesky, operator: object) -> object:
+        found.append(factorize(self, operator))
+        return found[-1]
+
+    monkeypatch.setattr(gpi.solvers.Cholesky, "factorize", counted)
+    mll = regression()
+    curvature(mll, Coordinates(mll))
+    assert len(found) == 1
+
+
 def test_one_preconditioner_serves_an_evaluation_and_its_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, built = gpi.preconditioners.RandomlyPivotedCholesky, []
     build = recipe.build

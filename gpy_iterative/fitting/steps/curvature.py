@@ -15,7 +15,6 @@ from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
 from gpy_iterative.exact.estimates import DensityEstimate
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.steps.directional import directional_product, tangents
-from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import conjugate_gradients
 from gpy_iterative.linear_solvers.solution import ColumnGroup
@@ -66,9 +65,9 @@ def average_information(
     estimate = evaluation.estimate
     assert isinstance(estimate, DensityEstimate)
     columns = _Columns.of(evaluation, coordinates)
-    if estimate.right is None:
+    if estimate.factor is not None:
         # Not from the exact gradient's weights: large targets would drown their H^-1 beside a a^T.
-        solutions, epochs = Cholesky().factorize(evaluation.system.operator).solve(columns.joined), 0.0
+        solutions, epochs = estimate.factor.solve(columns.joined), 0.0
         energies = _symmetric(columns.joined.double().mT @ solutions.double())
     else:
         # At equal residuals, errors of other solvers have more energy: the matrix may be too small by half.
@@ -90,7 +89,7 @@ def average_information(
     matrix = columns.information(energies, len(coordinates))
     matrix = matrix + prior_information(mll, coordinates, evaluation.value.shape)
     correction = columns.correction(solutions, _residual(evaluation), len(coordinates))
-    kept = None if estimate.right is None else solutions
+    kept = solutions if estimate.factor is None else None
     linear = torch.zeros(len(coordinates), dtype=torch.bool, device=CPU)
     linear[[number for number in columns.of_mean if number not in columns.of_matrix]] = True
     return Curvature(matrix, correction, linear & coordinates.has_units, kept, epochs)
