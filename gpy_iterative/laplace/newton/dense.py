@@ -228,9 +228,9 @@ def _by_point(classes: Tensor) -> Tensor:
 
 def _finite(operator: LinearOperator) -> Tensor:
     kernel = operator.to_dense().detach().double()
-    if not torch.isfinite(kernel).all():
+    if not torch.isfinite(kernel.sum()):
         raise NonFiniteError("The kernel matrix is not finite: check inputs and hyperparameters, or use float64.")
-    return (kernel + kernel.mT) / 2  # a large W makes much of the rounding by which the two triangles differ
+    return (kernel + kernel.mT).div_(2)  # a large W makes much of the rounding by which the two triangles differ
 
 
 def _plus_identity(matrix: Tensor) -> Tensor:
