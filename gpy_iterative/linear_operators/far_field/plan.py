@@ -16,7 +16,7 @@ from gpy_iterative.worker_threads import run
 SMALLEST_LEAF = 32
 #: Overhead per point of a pair, in entries.
 POINT_COST = 12
-SAMPLED_NODES, SAMPLED_ROWS, SAMPLED_PROXIES = 24, 192, 384
+SAMPLED_NODES, SAMPLED_ROWS, SAMPLED_PROXIES = 12, 192, 384
 SAMPLED_ENTRIES = 2**14
 #: Rounding error relative to the root mean square entry.
 LEAST_ERROR = {torch.float32: 1e-6, torch.float64: 1e-12}
