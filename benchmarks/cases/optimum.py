@@ -25,7 +25,6 @@ from benchmarks.datasets import Split, load
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
 from gpy_iterative.fitting.coordinates import Coordinates
-from gpy_iterative.linear_solvers.default import conjugate_gradients
 
 EXACT, FROM_ONES, FROM_SUBSETS, BY_PROBES = "L-BFGS", "fit from ones", "fit from subsets", "fit from ones, probes"
 CONTENDERS = [EXACT, FROM_ONES, FROM_SUBSETS, BY_PROBES]
@@ -87,7 +86,7 @@ def fitted(
     dtype: torch.dtype = torch.float64,
 ) -> Outcome:
     """How a fit ended, and the exact value there, in total nats; in float32 with the solver that larger data take."""
-    solver = conjugate_gradients() if dtype == torch.float32 else None
+    solver = gpi.solvers.ConjugateGradients() if dtype == torch.float32 else None
     model = MaternRegression(load(dataset, split, rows=rows, dtype=dtype))
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, solver=solver, generator=0)
     found = gpi.fit(mll, start=start, progress=False)

@@ -39,10 +39,10 @@ from gpy_iterative.linear_solvers.alternating_projections import AlternatingProj
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.default import EXACT_BELOW, conjugate_gradients, default_solver
+from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
 from gpy_iterative.linear_solvers.logdet.lanczos import BracketPositions
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus, warn_of
-from gpy_iterative.preconditioners.low_rank_plus_vecchia import has_neighbours, largest_left
+from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchia, has_neighbours, largest_left
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
 from gpy_iterative.preconditioners.task_noise import WhitenedTasks, of_independent_noise
 from gpy_iterative.training.likelihood_params import LikelihoodParams
@@ -360,7 +360,7 @@ class _Drawn:
 def _with_neighbours(operator: LinearOperator) -> ConjugateGradients:
     points = kernel_inputs(operator)
     is_map = points is not None and points.shape[-1] <= MOST_INPUTS
-    return conjugate_gradients(NEIGHBOURS_ON_MAPS if is_map else None)
+    return ConjugateGradients(preconditioner=LowRankPlusVecchia(num_neighbours=NEIGHBOURS_ON_MAPS if is_map else None))
 
 
 def _is_hard(operator: LinearOperator, probes: Probes) -> bool:

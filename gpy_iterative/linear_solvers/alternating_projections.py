@@ -16,7 +16,6 @@ from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, Solv
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, block_cholesky
 from gpy_iterative.linear_solvers.columns import READS_EVERY, Iterate
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 from gpy_iterative.worker_threads import ByDevice
 
 BLOCK = ByDevice(cpu=512, accelerator=1024)
@@ -55,9 +54,7 @@ class AlternatingProjections(IterativeSolver[_State]):
     """
 
     block_size: int | None = None
-    fallback: ConjugateGradients | None = field(
-        default=ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=500))
-    )
+    fallback: ConjugateGradients | None = field(default=ConjugateGradients())
 
     def __post_init__(self) -> None:
         super().__post_init__()

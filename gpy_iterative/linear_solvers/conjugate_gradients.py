@@ -14,7 +14,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_instance
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.columns import Iterate
-from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
+from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchia
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 from gpy_iterative.preconditioners.task_noise import build_whitened
 
@@ -76,11 +76,11 @@ class ConjugateGradients(IterativeSolver[_State]):
         'CONVERGED'
     """
 
-    preconditioner: PreconditionerRecipe | None = field(default=RandomlyPivotedCholesky(rank=100))
+    preconditioner: PreconditionerRecipe | None = field(default=LowRankPlusVecchia())
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_instance("preconditioner", self.preconditioner, PreconditionerRecipe, "RandomlyPivotedCholesky(rank=100)")
+        check_instance("preconditioner", self.preconditioner, PreconditionerRecipe, "LowRankPlusVecchia()")
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         preconditioner, setup = inputs.preconditioner, 0.0

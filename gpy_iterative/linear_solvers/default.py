@@ -9,7 +9,7 @@ from gpy_iterative.linear_solvers.alternating_projections import AlternatingProj
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchia
+from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
 #: Up to this size a dense factor costs less than an iterative solve.
 EXACT_BELOW = 3000
@@ -24,11 +24,5 @@ def default_solver(operator: LinearOperator) -> Solver:
         return Cholesky()
     kernel = operator.kernel if isinstance(operator, NoisyLinearOperator) else operator
     if not any(isinstance(term, TiledLinearOperator) for term, _ in sum_terms(kernel)):
-        return ConjugateGradients()
-    if has_fast_products(kernel):
-        return conjugate_gradients()
-    return AlternatingProjections(fallback=conjugate_gradients())
-
-
-def conjugate_gradients(num_neighbours: int | None = None) -> ConjugateGradients:
-    return ConjugateGradients(preconditioner=LowRankPlusVecchia(num_neighbours=num_neighbours))
+        return ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=100))
+    return ConjugateGradients() if has_fast_products(kernel) else AlternatingProjections()

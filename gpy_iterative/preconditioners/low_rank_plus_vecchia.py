@@ -130,7 +130,7 @@ class LowRankPlusVecchia(PreconditionerRecipe):
         if not has_neighbours(operator) or largest_left(operator, factor) < LARGEST_LEFT:
             return plus_diagonal(operator, factor, pivots, jitter)
         factor = factor[:, : math.ceil(len(pivots) / 2)].contiguous()  # rows are read
-        explained = ConstantMulLinearOperator(RootLinearOperator(factor), factor.new_tensor(-1.0))
+        explained = ConstantMulLinearOperator(RootLinearOperator(factor), -factor.new_ones(()))
         rest = NoisyLinearOperator(SumLinearOperator(operator.kernel, explained), operator.noise)
         least, most = NEIGHBOURS
         suited = least if has_fast_products(operator) else min(max(len(factor) // ROWS_PER_NEIGHBOUR, least), most)

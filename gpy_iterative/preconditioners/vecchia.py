@@ -91,7 +91,7 @@ def _points(operator: LinearOperator) -> Tensor:
             f"{type(operator).__name__}. Use RandomlyPivotedCholesky, which takes any matrix."
         )
     if not torch.isfinite(points).all():
-        raise NonFiniteError("The kernel's inputs are not finite. Check the data and the lengthscales.")
+        raise NonFiniteError("The kernel's inputs are not finite. Check the data and the hyperparameters.")
     return points
 
 

@@ -359,7 +359,8 @@ def test_probes_take_the_covariance_of_the_solver_s_vecchia_preconditioner() -> 
     operator, *_ = system()
     plain, vecchia = Preconditioned(num_probes=3), ConjugateGradients(preconditioner=Vecchia(5))
     assert suited_to(plain, vecchia, operator) == Preconditioned(num_probes=3, recipe=Vecchia(5))
-    for solver in (ConjugateGradients(), ConjugateGradients(preconditioner=None), AlternatingProjections()):
+    low_rank = ConjugateGradients(preconditioner=RandomlyPivotedCholesky())
+    for solver in (low_rank, ConjugateGradients(preconditioner=None), AlternatingProjections()):
         assert suited_to(plain, solver, operator) is plain
     for other in (Rademacher(num_probes=3), RandomFeatures(num_probes=3, num_frequencies=5)):
         assert suited_to(other, vecchia, operator) is other

@@ -17,6 +17,8 @@ from gpy_iterative.fitting.coordinates import Coordinates
 from tests.exact.gaussian_models import Case, Regression
 
 ITERATIVE = gpi.solvers.ConjugateGradients()
+#: Nearly exact for so few rows.
+LOW_RANK = gpi.solvers.ConjugateGradients(preconditioner=gpi.preconditioners.RandomlyPivotedCholesky(rank=100))
 TIGHT = gpi.solvers.ConjugateGradients(tolerance=1e-8, probe_tolerance=1e-8)
 
 

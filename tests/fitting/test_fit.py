@@ -25,7 +25,7 @@ from gpy_iterative.fitting.steps.points import Step
 from gpy_iterative.fitting.steps.quasi_newton import QuasiNewton
 from gpy_iterative.fitting.stopping import has_converged
 from tests.exact.gaussian_models import CASES, Regression
-from tests.fitting.problems import ITERATIVE, data, dense_optimum, dense_value, features, quiet, regression
+from tests.fitting.problems import ITERATIVE, LOW_RANK, data, dense_optimum, dense_value, features, quiet, regression
 from tests.laplace.cases import Exposed, LaplaceModel
 from tests.laplace.cases import case as poisson_case
 
@@ -216,7 +216,7 @@ def test_bound() -> None:
 
 
 def test_noise() -> None:
-    mll = regression(200, solver=ITERATIVE, num_probes=1, probes="rademacher")
+    mll = regression(200, solver=LOW_RANK, num_probes=1, probes="rademacher")
     result = quiet(mll)
     assert result.status is FitStatus.NOISE
     assert "num_probes" in result.status.advice
@@ -249,7 +249,7 @@ def test_probes_whose_vectors_would_fill_the_memory_are_not_taken(
     monkeypatch: pytest.MonkeyPatch, most: int, probes: int
 ) -> None:
     monkeypatch.setattr("gpy_iterative.fitting.steps.average_information.MOST_ENTRIES", most)
-    mll = regression(200, solver=ITERATIVE, num_probes=2, probes="rademacher")
+    mll = regression(200, solver=LOW_RANK, num_probes=2, probes="rademacher")
     loop = CurvatureLoop(gpi.fitting.AverageInformation(mll), [], 10)
     assert loop.run(None, (), False, None).status is FitStatus.NOISE
     assert loop._optimiser.mll.probes.num_probes == probes
@@ -392,7 +392,7 @@ def test_ctrl_c_keeps_what_the_last_step_has_reached() -> None:
 
 
 def test_the_history_counts_the_epochs_of_trials_that_were_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimiser = gpi.fitting.AverageInformation(regression(100, solver=ITERATIVE))
+    optimiser = gpi.fitting.AverageInformation(regression(100, solver=LOW_RANK))
     evaluated, judged = [], []
     evaluate, gain = optimiser.mll.evaluate, levenberg_marquardt._gain
 

@@ -11,7 +11,8 @@ from gpy_iterative.fitting.steps.curvature import NOISE_SAMPLES, Curvature, aver
 from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point
 from gpy_iterative.linear_solvers.base import Solver
-from gpy_iterative.linear_solvers.default import EXACT_BELOW, conjugate_gradients
+from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
+from gpy_iterative.linear_solvers.default import EXACT_BELOW
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.training_system import num_training_data
@@ -168,4 +169,4 @@ def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
     At equal residuals, alternating projections leave more error in the nats left to gain.
     """
     size = num_training_data(mll.model)
-    return mll.solver if mll.solver is not None or size <= EXACT_BELOW else conjugate_gradients()
+    return mll.solver if mll.solver is not None or size <= EXACT_BELOW else ConjugateGradients()

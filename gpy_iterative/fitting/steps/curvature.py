@@ -16,7 +16,6 @@ from gpy_iterative.exact.estimates import DensityEstimate
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.steps.directional import directional_product, tangents
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.default import conjugate_gradients
 from gpy_iterative.linear_solvers.solution import ColumnGroup
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.random_numbers import permutation
@@ -71,7 +70,7 @@ def average_information(
         energies = _symmetric(columns.joined.double().mT @ solutions.double())
     else:
         # At equal residuals, errors of other solvers have more energy: the matrix may be too small by half.
-        solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else conjugate_gradients()
+        solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else ConjugateGradients()
         combine, back = _orthonormal(columns.joined, estimate.preconditioner)
         combined = lambda vectors: (vectors.double() @ combine).to(columns.joined)
         rhs = combined(columns.joined)

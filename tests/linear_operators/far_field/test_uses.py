@@ -17,7 +17,6 @@ from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.linear_operators import KernelProducts, kernel_operator
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_solvers.default import conjugate_gradients
 from tests.exact.gaussian_models import Regression
 from tests.linear_operators.far_field.test_training import data
 
@@ -61,7 +60,7 @@ def means(mll: gpi.mlls.HutchinsonMarginalLogLikelihood) -> Tensor:
 def test_values_come_from_the_factor_of_the_default_preconditioner() -> None:
     """A low rank says little about a system with a far field: its value has four times the error here."""
     mll, exact = training(), training(far_field=None).variant(solver=gpi.solvers.Cholesky())
-    default = mll.variant(solver=conjugate_gradients())
+    default = mll.variant(solver=gpi.solvers.ConjugateGradients())
     value, truth = step(default), step(exact)
     assert default.report is not None
     assert float(default.report.value_sem) < 2e-3
@@ -75,7 +74,7 @@ def test_one_factor_serves_an_evaluation_and_its_curvature(monkeypatch: pytest.M
     monkeypatch.setattr(
         gpi.preconditioners.Vecchia, "build", lambda *given, **named: built.append(None) or build(*given, **named)
     )
-    optimiser = gpi.fitting.AverageInformation(training().variant(solver=conjugate_gradients()))
+    optimiser = gpi.fitting.AverageInformation(training().variant(solver=gpi.solvers.ConjugateGradients()))
     assert optimiser.assess().curvature.epochs > 0
     assert len(built) == 1
 
