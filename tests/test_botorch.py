@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import gpy_iterative as gpi
 from gpy_iterative.prediction import PathwisePosterior
 from tests.botorch_apart import deterministic, models, paths, search, thompson, transforms
 from tests.exact.gaussian_models import data, regression
@@ -115,6 +116,16 @@ def test_maxima_of_the_functions() -> None:
     assert best.shape == (3, 3)
     torch.testing.assert_close(functions(best.unsqueeze(-2)).reshape(3, 1), values)
     assert (values.squeeze(-1) >= functions(points(300)).squeeze(-1).amax(-1) - 1e-6).all()
+
+
+def test_functions_of_finitely_many_features() -> None:
+    x, y = data(30)
+    model = models.SingleTaskGP(x, y.unsqueeze(-1), covar_module=gpytorch.kernels.RFFKernel(20, num_dims=3))
+    mll = gpi.mlls.VariationalFeatureMarginalLogLikelihood(model.likelihood, model, generator=0)
+    functions = mll.posterior().sample_paths(3)
+    values = paths.SamplePathModel(model, functions)(x[:5])
+    assert values.shape == (3, 5, 1)
+    assert torch.equal(values.squeeze(-1), model.outcome_transform.untransform(functions(x[:5]))[0])
 
 
 def test_what_does_not_fit() -> None:

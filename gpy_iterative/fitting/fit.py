@@ -117,7 +117,7 @@ def fit(
             raise ValueError(f"The folder of checkpoint={str(path)!r} does not exist: make it first.")
         if path is not None:
             check_can_save(path)
-        random = torch.Generator().manual_seed(0) if generator is None else make_generator(generator)
+        random = make_generator(0 if generator is None else generator)
         known = None if path is None or not path.exists() else read_checkpoint(path, mll, choice.method, params)
         if start == "subsets":
             check_subsets(mll.model, mll.likelihood)

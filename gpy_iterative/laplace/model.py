@@ -157,15 +157,13 @@ class IterativeLaplaceGP(GP):
         if kept is None or kept.likelihood is not self.likelihood:
             solver = self.solver if solver is None else solver
             products = self.products if products is None else products
-            check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")
-            check_instance("products", products, KernelProducts, "KernelProducts()")
             arguments = self.likelihood_params if params is None else LikelihoodParams.given(params, self)
             kept = LaplacePosterior(
                 self,
                 self.likelihood,
                 solver=solver,
                 products=products,
-                seed=checked_seed(self.seed),
+                seed=self.seed,
                 initial_weights=initial_weights,
                 params=() if arguments is None else arguments.current(self),
                 progress=progress,

@@ -13,7 +13,7 @@ from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import RootLinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_instance, checked_seed
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning, float64_first, warn
 from gpy_iterative.exact.prediction.blocks import converted, product
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
@@ -36,7 +36,7 @@ from gpy_iterative.random_numbers import normal
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
-from gpy_iterative.training.training_system import check_has_data, check_inputs, prior_at
+from gpy_iterative.training.training_system import check_has_data, check_inputs, check_order, prior_at
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +93,13 @@ class LaplacePosterior:
         progress: Progress = False,
         num_refinements: int = 0,
     ) -> None:
+        check_order(model, likelihood)
         self.model, self.likelihood = model, likelihood
         check_progress(progress)
-        self._solver, self._seed, self._progress, self.num_refinements = solver, seed, progress, num_refinements
+        check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")
+        check_instance("products", products, KernelProducts, "KernelProducts()")
+        self._solver, self._seed, self._progress = solver, checked_seed(seed), progress
+        self.num_refinements = num_refinements
         self._products = KernelProducts() if products is None else products
         self._params = LikelihoodParams.given(params, model)
         self._fit: LaplaceFit | None = None

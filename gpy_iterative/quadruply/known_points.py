@@ -31,7 +31,7 @@ class KnownLatent:
     weights: Tensor  # (mu, C_d) of `total`, [m, 1 + k]
     sampled: Tensor  # last samples' rows, [t]
     features: Tensor  # of these rows, [p, t]
-    writes: Tensor  # in-place writes to basis buffers
+    writes: Tensor  # versions and addresses of basis buffers, [k, 2]
 
     @classmethod
     @torch.no_grad()
@@ -40,11 +40,14 @@ class KnownLatent:
         head, weights = frozen.head_features(x), _weights(frozen)
         none = torch.empty(0, dtype=torch.int64, device=x.device)
         total = _product(frozen, x, head, weights)
-        return cls(x, head, total, weights, none, x.new_empty(len(x), 0), _writes(frozen))
+        return cls(x, head, total, weights, none, x.new_empty(len(x), 0), _identities(frozen))
 
     def follows(self, model: QuadruplyStochasticGP) -> bool:
         like = model.basis.like
-        return bool(self.writes == _writes(model)) and (self.x.dtype, self.x.device) == (like.dtype, like.device)
+        return torch.equal(self.writes, _identities(model)) and (self.x.dtype, self.x.device) == (
+            like.dtype,
+            like.device,
+        )
 
     @torch.no_grad()
     def caught_up(self, frozen: QuadruplyStochasticGP) -> "KnownLatent":
@@ -87,7 +90,7 @@ class KnownLatent:
             "features": (points, len(part["sampled"])),
         }
         check_entries(part, shapes)
-        return replace(cls(**{name: part[name] for name in names}), writes=_writes(model))
+        return replace(cls(**{name: part[name] for name in names}), writes=_identities(model))
 
 
 def freeze(model: QuadruplyStochasticGP, hyperparameters: Part) -> QuadruplyStochasticGP:
@@ -127,9 +130,9 @@ def _product(model: QuadruplyStochasticGP, x: Tensor, head: Tensor, weights: Ten
     return total
 
 
-def _writes(model: QuadruplyStochasticGP) -> Tensor:
-    versions = sum(tensor._version for tensor in model.basis.buffers() if not tensor.is_inference())
-    return torch.tensor(versions, device=CPU)
+def _identities(model: QuadruplyStochasticGP) -> Tensor:
+    found = [(0 if each.is_inference() else each._version, each.data_ptr()) for each in model.basis.buffers()]
+    return torch.tensor(found, dtype=torch.int64, device=CPU)
 
 
 class KnownPoints:

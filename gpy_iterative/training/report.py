@@ -19,6 +19,9 @@ MAX_LISTED = 6
 class Report:
     """Figures as a line (`str`), a text table, or a notebook table."""
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {figure}" for name, figure in _rows(self))
+
     def table(self) -> str:
         """One figure per line, for `print`."""
         rows = list(_rows(self))
@@ -64,7 +67,7 @@ class MarginalLogLikelihoodReport(Report):
         residual_probes: the same for probes (largest, or mean with `stopping="mean"`); None for Cholesky.
         value: [*b], log marginal likelihood with priors and added loss terms, per datum.
         value_sem: [*b], its standard error with estimated errors of quadrature and solve; with many rows up to ten times
-            too large. 0 for Cholesky, NaN if unknown (random features, a single probe, `value=None`).
+            too large. 0 for Cholesky, NaN if unknown (random features, Russian roulette with a single probe).
         seconds: of the forward pass.
         truncation: of random truncation methods.
         probe_jitter: of frozen pivots or `Vecchia` blocks, relative to the largest variance; it raises the gradient's

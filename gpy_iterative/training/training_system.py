@@ -113,6 +113,15 @@ def check_has_data(model: ExactGP) -> None:
         )
 
 
+def check_order(model: Any, likelihood: Any) -> None:
+    """Marginal log likelihoods take them the other way round."""
+    if isinstance(model, Likelihood) or not isinstance(likelihood, Likelihood):
+        raise TypeError(
+            "A posterior takes a model, then its likelihood, got "
+            f"{type(model).__name__}, then {type(likelihood).__name__}."
+        )
+
+
 def to_training_mode(*modules: torch.nn.Module) -> None:
     for module in modules:
         if not module.training:  # else the user may hold layers in evaluation mode

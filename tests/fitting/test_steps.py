@@ -177,6 +177,15 @@ def test_other_mlls_are_refused() -> None:
     other = gpi.mlls.RussianRouletteMarginalLogLikelihood(mll.likelihood, mll.model)
     with pytest.raises(TypeError, match=r"RussianRoulette.*method='adam'"):
         AverageInformation(other)
+    with pytest.raises(TypeError, match="generator"):
+        AverageInformation(mll, generator="a")
+
+
+def test_a_generator_may_be_a_seed() -> None:
+    states = [
+        AverageInformation(regression(20), generator=given).state() for given in (3, torch.Generator().manual_seed(3))
+    ]
+    assert torch.equal(*(state["generator"] for state in states))
 
 
 def test_the_solver_of_large_multitask_models_is_conjugate_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -642,6 +642,22 @@ def test_models_that_are_refused(changes: dict[str, Any], error: type[Exception]
         make(**changes)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "match"),
+    [
+        ("solver", gpi.solvers.ConjugateGradients(), "LaplaceSolver such as"),
+        ("products", 3, "KernelProducts such as"),
+        ("seed", "a", "seed must be a whole number"),
+        ("likelihood", torch.nn.Linear(1, 1), "a model, then its likelihood"),
+    ],
+)
+def test_options_of_a_posterior_that_are_refused(option: str, value: object, match: str) -> None:
+    problem = case("softmax", n=8)
+    parts = {"model": problem.model, "likelihood": problem.likelihood, option: value}
+    with pytest.raises(TypeError, match=match):
+        gpi.prediction.LaplacePosterior(**parts)
+
+
 def test_calls_that_are_refused() -> None:
     problem = case("softmax", n=8)
     model, x = problem.model, problem.x

@@ -99,6 +99,7 @@ def test_a_pathwise_posterior_reports_its_solve() -> None:
     assert solved.report.residual <= 1e-6
     assert 0 < solved.report.iterations <= 60
     assert "epochs" in solved.report.table()
+    assert re.match(r"status converged, iterations \d+, epochs", str(solved.report))
     case.likelihood.noise = torch.tensor(0.5)
     before = solved.report.seconds
     assert solved.report.seconds == before  # the solve at the hyperparameters of now, once

@@ -126,6 +126,11 @@ class WeightSpacePaths:
     def __init__(self, snapshot: ModelSnapshot, samples: Tensor) -> None:
         self._snapshot, self._samples = snapshot, samples
 
+    @property
+    def num_paths(self) -> int:
+        """Number of functions, k."""
+        return self._samples.shape[-1]
+
     def __call__(self, *inputs: Tensor) -> Tensor:
         """[k, *b, t] at inputs [*b, t, d]."""
         model, _ = self._snapshot.copies()

@@ -15,6 +15,7 @@ from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import EXACT_BELOW
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.likelihood_params import likelihood_arguments
+from gpy_iterative.training.run import make_generator
 from gpy_iterative.training.training_system import num_training_data
 from gpy_iterative.worker_threads import CPU
 
@@ -30,7 +31,7 @@ class AverageInformation(LevenbergMarquardt):
     Args:
         mll: `HutchinsonMarginalLogLikelihood` or `PathwiseMarginalLogLikelihood` with training data; set to training mode.
         params: as in `mll(model(x), y, *params)`.
-        generator: for stochastic solvers.
+        generator: for stochastic solvers; a generator or a seed, None is seed 0.
 
     Raises:
         TypeError: another marginal log likelihood.
@@ -57,7 +58,7 @@ class AverageInformation(LevenbergMarquardt):
         mll: IterativeMarginalLogLikelihood,
         *,
         params: Sequence[Any] = (),
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | int | None = None,
     ) -> None:
         if not isinstance(mll, IterativeMarginalLogLikelihood):
             raise TypeError(
@@ -66,7 +67,7 @@ class AverageInformation(LevenbergMarquardt):
             )
         super().__init__(mll.variant(solver=_solver(mll)), params)
         self._given = mll
-        self._generator = torch.Generator().manual_seed(0) if generator is None else generator
+        self._generator = make_generator(0 if generator is None else generator)
         # The last ones:
         self._known: Curvature | None = None
         self._samples: Tensor | None = None

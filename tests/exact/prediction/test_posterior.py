@@ -457,6 +457,12 @@ def test_an_argument_of_a_wrong_type(option: str, value: object, match: str) -> 
         PathwisePosterior(case.model, case.likelihood, **{option: value})
 
 
+def test_the_order_of_an_mll_is_refused() -> None:
+    case = CASES["rbf"]()
+    with pytest.raises(TypeError, match="a model, then its likelihood, got GaussianLikelihood, then Regression"):
+        PathwisePosterior(case.likelihood, case.model)
+
+
 def test_training_mode_and_products_are_left_alone() -> None:
     case = CASES["rbf"]()
     case.model.train()
