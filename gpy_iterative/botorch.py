@@ -22,7 +22,7 @@ try:
     from botorch.models.gpytorch import BatchedMultiOutputGPyTorchModel, GPyTorchModel, MultiTaskGPyTorchModel
     from botorch.optim.core import OptimizationResult, OptimizationStatus
 except ImportError as error:
-    raise ImportError("gpy_iterative.botorch needs BoTorch: pip install 'gpy_iterative[botorch]'.") from error
+    raise ImportError("gpy_iterative.botorch needs BoTorch: pip install botorch.") from error
 
 __all__ = ["SamplePathModel", "fit_average_information"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpy_iterative.fitting.checkpoint import write_checkpoint
 from gpy_iterative.fitting.coordinates import Coordinates, free_parameters
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
-from gpy_iterative.fitting.steps.adam import AdamSteps
+from gpy_iterative.fitting.steps.adam import AdamSteps, HasOptimizer
 from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point, Step
 from gpy_iterative.fitting.stopping import (
@@ -51,6 +51,10 @@ class Loop(ABC):
     @abstractmethod
     def advance(self) -> FitStatus | None:
         """Adds a row, and makes a step or returns the final status."""
+
+    def methods(self) -> str:
+        """With that of a follower."""
+        return self.method
 
     @abstractmethod
     def state(self) -> dict[str, Any]: ...
@@ -98,7 +102,7 @@ class Loop(ABC):
             history=tuple(self.history),
             hyperparameters=self.hyperparameters(),
             irrelevant=self.irrelevant(),
-            method=self.method,
+            method=self.methods(),
             reason=self.reason,
             seconds=sum(row.seconds for row in self.history),
             is_interrupted=is_interrupted,
@@ -159,6 +163,10 @@ class CurvatureLoop(Loop):
         if self.steps >= FOLLOWED_AFTER and not len(found.samples):
             self._follow()
         return None
+
+    def methods(self) -> str:
+        last = self._optimiser.method
+        return self.method if last == self.method else f"{self.method}, then {last}"
 
     def _follow(self) -> None:
         if self._follower is not None:
@@ -286,15 +294,27 @@ class AdamLoop(Loop):
 
     def __init__(self, optimiser: AdamSteps, history: list[HistoryRow], max_steps: int, reason: str) -> None:
         super().__init__(optimiser.mll, history, max_steps, reason)
-        self._optimiser, self.steps = optimiser, len(history)
+        self._optimiser, self.steps, self._length = optimiser, len(history), 0.0
+
+    def methods(self) -> str:
+        return "own_optimizer" if isinstance(self.mll, HasOptimizer) else self.method
 
     def advance(self) -> FitStatus | None:
-        if self.steps >= self.max_steps:
-            return FitStatus.BUDGET
-        start = time.perf_counter()
-        value, sem, length = self._optimiser.step()
-        epochs, self.steps = getattr(self.mll.report, "epochs", None), self.steps + 1
-        self.history.append(HistoryRow(self.steps, value, sem, None, None, length, epochs, time.perf_counter() - start))
+        status, start = FitStatus.BUDGET, time.perf_counter()
+        if self.steps < self.max_steps:
+            value, sem, length = self._optimiser.step()
+            self._add(value, sem, start)
+            self.steps, self._length = self.steps + 1, length
+            status, start = self._status(sem), time.perf_counter()
+        if status is not None:
+            self._add(*self._optimiser.value(), start)
+        return status
+
+    def _add(self, value: float, sem: float, start: float) -> None:
+        epochs, seconds = getattr(self.mll.report, "epochs", None), time.perf_counter() - start
+        self.history.append(HistoryRow(self.steps, value, sem, None, None, self._length, epochs, seconds))
+
+    def _status(self, sem: float) -> FitStatus | None:
         if self._optimiser.is_sampled:
             return None
         values, least = [row.value for row in self.history], LEFT / self.mll.model.train_targets.numel()
@@ -308,10 +328,11 @@ class AdamLoop(Loop):
         return None
 
     def state(self) -> dict[str, Any]:
-        return self._optimiser.state()
+        return {"length": self._length, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._optimiser.load_state(state)
+        self._length = state.get("length", 0.0)
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
         weights = {*self.mll.variational_parameters(), *self.mll.parameters(recurse=False)}

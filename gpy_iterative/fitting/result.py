@@ -23,7 +23,7 @@ class HistoryRow:
 
     Attributes:
         step: 0 is the start.
-        value: log marginal likelihood per datum (mean over a batch).
+        value: log marginal likelihood, or the method's bound, per datum (mean over a batch).
         value_sem: its standard error; NaN if unknown, as of random features.
         left_to_gain: nats in total, with those that the probes hide; None for Adam.
         noise: error of `left_to_gain` from probe noise, in nats; None for Adam.
@@ -91,7 +91,8 @@ class FitResult:
         history: one row for the start and for each step.
         hyperparameters: in the mll's order; Adam gives no standard errors.
         irrelevant: lengthscales of unneeded inputs, whose value changes nothing.
-        method: "average_information", "quasi_newton" or "adam".
+        method: "average_information" (or "average_information, then quasi_newton"), "quasi_newton", "adam" or
+            "own_optimizer".
         reason: for the method.
         is_interrupted: by Ctrl-C; the status is then BUDGET.
     """
@@ -137,12 +138,12 @@ class FitResult:
         return figure
 
     def __str__(self) -> str:
-        last = self.history[-1]
+        last, method = self.history[-1], self.method.replace("_", " ")
         lines = [
-            f"{self.status.name} after {self.steps} steps of {self.method.replace('_', ' ')} "
-            f"({self.seconds:.1f} s): log marginal likelihood {last.value:.4f} a datum",
+            f"{self.status.name} after {self.steps} steps of {method} "
+            f"({self.seconds:.1f} s): value {last.value:.4f} a datum",
             self.status.advice,
-            *([f"Adam: {self.reason}"] if self.method == "adam" else []),
+            *([f"{method.capitalize()}: {self.reason}"] if last.left_to_gain is None else []),
             "",
             "step      value",
             *_shortened(list(map(str, self.history))),

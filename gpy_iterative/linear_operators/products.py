@@ -41,7 +41,7 @@ _SCRATCH_BYTES = 4 * 8
 def require_pykeops() -> None:
     if pykeops is None:
         raise ImportError(
-            "KernelProducts(backend='keops') needs pykeops, which is not installed: pip install 'gpy_iterative[keops]', "
+            "KernelProducts(backend='keops') needs pykeops, which is not installed: pip install pykeops, "
             "or leave backend='auto'."
         )
 

@@ -257,7 +257,7 @@ def test_frequencies_that_a_kernel_draws_late_are_resumed(tmp_path: Path) -> Non
     file, second = tmp_path / "run.pt", minibatches()
     first = quiet(minibatches(), max_steps=2, checkpoint=file)
     resumed = quiet(second, max_steps=3, checkpoint=file)
-    assert resumed.history[:2] == first.history
+    assert resumed.history[:2] == first.history[:2]
     saved = torch.load(file, weights_only=True)["parameters"]["model.covar_module.randn_weights"]
     assert torch.equal(second.model.covar_module.randn_weights, saved)
 

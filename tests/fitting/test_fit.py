@@ -164,6 +164,7 @@ def test_the_optimum_by_measured_curvatures_is_the_same(monkeypatch: pytest.Monk
     result = quiet(mll)
     assert result.status is FitStatus.CONVERGED
     assert result.steps > 2
+    assert f"{result.steps} steps of average information, then quasi newton" in str(result)
     reached = dense_value(mll)
     assert dense_optimum(mll) - reached < 0.05
 
@@ -473,9 +474,12 @@ def test_adam_with_exact_values_stops_where_twenty_steps_gain_little() -> None:
     assert set(result.standard_errors.values()) == {None}
     reached = dense_value(mll)
     assert dense_optimum(mll) - reached < 0.05
+    assert [row.step for row in result.history] == list(range(result.steps + 1))
+    assert 60 * result.history[-1].value == pytest.approx(reached, abs=1e-6)  # of the hyperparameters that are returned
+    assert result.history[0].step_length == 0
     printed = str(result)
     assert "Adam: method='adam'." in printed
-    assert f"({result.steps - 40} more)" in printed
+    assert f"({result.steps - 39} more)" in printed
     assert str(result.history[19]) in printed
     assert str(result.history[20]) not in printed
 
@@ -591,6 +595,7 @@ def test_quadruply_stochastic_models_have_their_own_optimiser() -> None:
         quiet(mll)
     result = quiet(mll, batches=[(x, y)], max_steps=60)
     assert result.history[-1].value > result.history[0].value + 0.1
+    assert "60 steps of own optimizer" in str(result)
 
 
 @pytest.mark.slow

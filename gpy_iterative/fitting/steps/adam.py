@@ -88,8 +88,16 @@ class AdamSteps:
             raise
         self._done += 1
         moves = [float((p.detach() - known).abs().max()) for p, known in zip(parameters, before, strict=True)]
+        return float(value.detach()), self._error(), max(moves)
+
+    @torch.no_grad()
+    def value(self) -> tuple[float, float]:
+        """The value now, and its standard error."""
+        return float(self._value().mean()), self._error()
+
+    def _error(self) -> float:
         sem = getattr(self.mll.report, "value_sem", None)
-        return float(value.detach()), 0.0 if sem is None else float(sem.mean()), max(moves)
+        return 0.0 if sem is None else float(sem.mean())
 
     @property
     def is_sampled(self) -> bool:
