@@ -149,7 +149,7 @@ class _SubspaceSteps(StepSolver):
         """Solution v and K v; `first` are the first actions."""
         curvature, rhs = system.curvature, self._rhs(iterate, system.curvature)
         target = FORCING * _whitened_norm(curvature, iterate.error)  # residual of v
-        v, image = self._galerkin(system, rhs)
+        v, image = (part.squeeze(-1) for part in self._galerkin(system, rhs.unsqueeze(-1)))
         for inner in range(limit):
             # W r without W^+, which cancels.
             weighted = _apply(curvature.matmul, iterate.f - self._problem.mean - image)
@@ -222,8 +222,11 @@ class _SubspaceSteps(StepSolver):
         return self.basis.actions @ coefficients, self.basis.images @ coefficients
 
     def _galerkin(self, system: GalerkinSystem, rhs: Tensor) -> tuple[Tensor, Tensor]:
-        coefficients = system.solve(rhs)
-        return self.basis.actions @ coefficients, self.basis.images @ coefficients
+        v, image = torch.zeros_like(rhs), torch.zeros_like(rhs)
+        for _ in range(2):  # float32 products leave S^T K S asymmetric: one solve leaves a residual within the span
+            coefficients = system.solve(rhs - image - system.curvature.pinv(v))
+            v, image = v + self.basis.actions @ coefficients, image + self.basis.images @ coefficients
+        return v, image
 
     def _steepest(self, curvature: Curvature, error: Tensor) -> tuple[Tensor, Tensor]:
         self.num_products += 1

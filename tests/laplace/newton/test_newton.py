@@ -379,6 +379,16 @@ def test_float32_products_reach_their_tolerance() -> None:
     torch.testing.assert_close(found.latent, exact.latent, rtol=1e-2, atol=1e-2)
 
 
+def test_rounding_of_float32_products_leaves_nothing_unsolved_within_the_subspace() -> None:
+    """The search stagnated after hundreds of products: rounding makes S^T K S asymmetric."""
+    problem = case("poisson-log", n=800, dtype=torch.float32)
+    problem.y = 1000 * problem.y
+    problem.model.mean_module.initialize(constant=problem.y.mean().log())
+    found = LaplaceNewton().solve(problem.prior(), problem.pointwise())
+    assert found.converged
+    assert found.num_kernel_products < 200
+
+
 def test_warm_starts_and_their_absence() -> None:
     problem = case("logit", n=30)
     prior, likelihood = problem.prior(), problem.pointwise()
