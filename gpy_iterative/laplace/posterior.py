@@ -41,8 +41,8 @@ from gpy_iterative.training.training_system import check_has_data, check_inputs,
 logger = logging.getLogger(__name__)
 
 CHUNK_POINTS = 1024
-#: Relative residual of solves at the mode.
-TOLERANCE = 1e-4
+#: Relative residual of solves at the mode; how many times as large rounding may leave it without a warning.
+TOLERANCE, ROUNDED = 1e-4, 10
 #: Relative size of negative variances from rounding.
 NEGATIVE_VARIANCE = 1e-6
 
@@ -271,7 +271,9 @@ class LaplacePosterior:
         dtype, system = fit.prior.operator.dtype, WhitenedSystem.at(fit.prior.operator, fit.solution)
         with reporting_solve(self._progress) as callback:
             found = system.solve(columns, TOLERANCE, callback)
-        if found.status is not SolveStatus.CONVERGED:
+        largest = max(found.stats.residual_norms.values())
+        is_rounding = found.status is SolveStatus.STAGNATED and largest <= ROUNDED * TOLERANCE
+        if found.status is not SolveStatus.CONVERGED and not is_rounding:
             warn(
                 f"A solve at the mode ended with status {found.status.name.lower()}: {float64_first(dtype)}keep "
                 "outputscale and likelihood parameters in bounds.",
