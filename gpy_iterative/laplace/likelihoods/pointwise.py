@@ -119,7 +119,13 @@ class PointwiseLikelihood:
 
     def log_prob(self, f: Tensor) -> Tensor:
         """Log p(y_n | f_n) [n], differentiable in f [n, C] and parameters. Raises ValueError if points are coupled."""
-        return self._form.log_prob(self.likelihood, f, self.targets)
+        log_prob = self._form.log_prob(self.likelihood, f, self.targets)
+        if log_prob.shape != f.shape[:-1]:
+            raise ValueError(
+                f"Laplace's method needs a likelihood that factorises over points, without batch shape; {self.name} gives "
+                f"log densities of shape {tuple(log_prob.shape)} for {f.shape[-2]} points."
+            )
+        return log_prob
 
     def log_probs(self, samples: Tensor) -> Tensor:
         """`log_prob` [k, n] of samples [k, n, C]."""
@@ -232,13 +238,7 @@ class PointwiseLikelihood:
             raise TypeError(
                 f"{self.name}.forward must return a torch.distributions.Distribution, got {type(distribution).__name__}."
             )
-        log_prob = distribution.log_prob(targets)
-        if log_prob.shape != f.shape[:1]:
-            raise ValueError(
-                f"Laplace's method needs a likelihood that factorises over points; {self.name} gives log densities of "
-                f"shape {tuple(log_prob.shape)} for {f.shape[0]} points."
-            )
-        return log_prob
+        return distribution.log_prob(targets)
 
     def _softmax_curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
         p = torch.softmax(softmax_logits(self.likelihood, f).detach(), -1).clamp_min(floor.probability)

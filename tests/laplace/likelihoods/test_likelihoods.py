@@ -195,6 +195,31 @@ class Logistic(gl.likelihood._OneDimensionalLikelihood):
         raise AssertionError("the registered density is used")
 
 
+class Broadcast(gl.likelihood._OneDimensionalLikelihood):
+    """Registered without taking the only latent function: [n, 1] and [n] give [n, n]."""
+
+    def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Normal:
+        raise AssertionError("the registered density is used")
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "shape"),
+    [
+        (Broadcast(), r"\(2, 2\)"),
+        (gl.NegativeBinomialLikelihood(batch_shape=torch.Size([3])), r"\(3, 2\)"),
+        (gl.StudentTLikelihood(batch_shape=torch.Size([3])), r"\(3, 2\)"),
+    ],
+)
+def test_more_than_one_density_for_a_point_is_refused(likelihood: gl.Likelihood, shape: str) -> None:
+    """Their sum would be maximised."""
+    register_curvature(Broadcast, lambda _, f, y: -(y - f).square(), log_concave=True)
+    pointwise = PointwiseLikelihood(likelihood, torch.tensor([1.0, 2.0]), 1)
+    with pytest.raises(
+        ValueError, match=f"{type(likelihood).__name__} gives log densities of shape {shape} for 2 points"
+    ):
+        pointwise.log_prob(torch.zeros(2, 1).double())
+
+
 def test_likelihoods_of_the_users_own() -> None:
     f, y = torch.tensor([[0.0], [4.0]], dtype=torch.float64), torch.tensor([0.1, -1.0])
     cauchy = PointwiseLikelihood(Cauchy(), y, 1)
