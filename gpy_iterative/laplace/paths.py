@@ -99,7 +99,7 @@ def latent_covariance(model: GP, points: Sequence[Tensor], products: KernelProdu
     """Dense K(x, x) [*b, t C, t C], member by member: `forward` may not accept batches."""
     once = replace(products, cache_memory=0)
     batch = points[0].shape[:-2]
-    members = zip(*(x.reshape(-1, *x.shape[-2:]) for x in points), strict=True)
+    members = zip(*(x.flatten(0, -3) for x in points), strict=True)
     dense = [latent_prior(prior_at(model, list(member)), once).operator.to_dense() for member in members]
     return torch.stack(dense).reshape(*batch, *dense[0].shape)
 

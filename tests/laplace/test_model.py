@@ -594,6 +594,7 @@ def test_without_test_points_and_with_inference_mode() -> None:
     model = problem.model.eval()
     assert model(problem.x[:0]).mean.shape == (0, 3)
     assert model.predict_proba(problem.x[:0]).shape == (0, 3)
+    assert model(problem.x.new_zeros(2, 0, 2)).variance.shape == (2, 0, 3)
     with torch.inference_mode():
         inside = model.predict_proba(test_points())
         paths = model.sample_paths(4, num_frequencies=50)
