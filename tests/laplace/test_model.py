@@ -550,6 +550,20 @@ def test_solves_that_fall_short_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
         posterior.split_variance(test_points().float())
 
 
+def test_predictions_from_the_mode_of_training_stay_there() -> None:
+    """Rounding of K v leaves a gradient at the mode; steps between other actions led away from it."""
+    problem = case("poisson-log", n=800, dtype=torch.float32, solver=LaplaceNewton())
+    problem.y = 1000 * problem.y
+    problem.model.set_train_data(targets=problem.y)
+    problem.model.mean_module.initialize(constant=problem.y.mean().log())
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceNewton(), generator=0)
+    mll(problem.model(problem.x), problem.y)
+    assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
+    report = mll.posterior().report
+    assert report.status is gpi.solvers.SolveStatus.CONVERGED
+    assert report.iterations <= 10
+
+
 def test_solves_to_the_rounding_of_float32_are_no_failures() -> None:
     """Solves with counts up to 100 missed their tolerance, 1e-4, by a factor 2."""
     problem = case("poisson-log", n=800, dtype=torch.float32, solver=LaplaceNewton())

@@ -120,6 +120,7 @@ class _SubspaceSteps(StepSolver):
 
     @divided()
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
+        self._keep_warm_start(iterate, curvature)
         options, system = self._options, GalerkinSystem(self.basis, curvature)
         # A reused subspace may give no ascent direction.
         first = iterate.error.unsqueeze(-1) if options.preconditioner is None else None
@@ -139,6 +140,18 @@ class _SubspaceSteps(StepSolver):
         self._refine(system, curvature, self._num_further)
         # without spare rows
         return Subspace(self.basis.actions.clone(), self.basis.images.clone(), system.transform)
+
+    def _keep_warm_start(self, iterate: Iterate, curvature: Curvature) -> None:
+        """Makes v the first action of predictions: few others would not span it, and full steps would leave the mode.
+
+        Training needs the other actions, which reduce the noise of its probes.
+        """
+        size = torch.linalg.vector_norm(iterate.v)
+        if self.basis.count or not self._num_further or not size > 0:
+            return
+        action = iterate.v / size
+        if torch.linalg.vector_norm(action - _apply(curvature.project, action)) <= LARGEST_OVERLAP:
+            self.basis.append(action, (iterate.f - self._problem.mean) / size)
 
     def _rhs(self, iterate: Iterate, curvature: Curvature) -> Tensor:
         return iterate.f - self._problem.mean + _apply(curvature.pinv, iterate.gradient)
