@@ -26,8 +26,8 @@ from gpy_iterative.linear_operators.radial.product import RadialProductLinearOpe
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import TrainingSystem, prior_at
 
-#: Lengthscales between nearest inputs that make the kernel matrix diagonal.
-FAR = 6.0
+#: Correlation of nearest inputs that makes the kernel matrix diagonal: fits of 600 rows with 30 inputs fail below it.
+UNCORRELATED = 1e-5
 #: Standard deviation, in lengthscales, of an input that is constant to the kernel.
 FLAT = 1e-3
 #: Least standard deviation of well-scaled inputs.
@@ -211,13 +211,14 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
     is_radial = lambda term: (
         isinstance(term, RadialKernelLinearOperator | RadialProductLinearOperator) and not term.angles
     )
-    inputs = [term.kernel_inputs() for term in terms if is_radial(term)]
-    inputs = [x[(0,) * (x.dim() - 2)] for x in inputs if x.shape[-1]]
-    nearest = min(map(_least_distance, inputs), default=0.0)
-    if len(inputs) == len(terms) and FAR < nearest < math.inf:
+    terms_of_distance = [term for term in terms if is_radial(term) and term.kernel_inputs().shape[-1]]
+    inputs = [_of_first_model(term.kernel_inputs(), 2) for term in terms_of_distance]
+    correlation, distance = max(map(_nearest, terms_of_distance, inputs), default=(1.0, 0.0))
+    if len(inputs) == len(terms) and correlation < UNCORRELATED:
         yield (
-            f"The nearest training inputs are {nearest:.3g} lengthscales apart, so the kernel matrix is diagonal and the "
-            "lengthscales cannot be learned: standardise the inputs, or set larger lengthscales before the fit."
+            f"The nearest training inputs are {distance:.3g} lengthscales apart, so the kernel matrix is diagonal and the "
+            "lengthscales may not be learned: standardise the inputs, or set larger lengthscales before the fit (of many "
+            "standardised inputs about the square root of their number)."
         )
     # Large fitted lengthscales of irrelevant inputs need no warning.
     spreads = (_spread(x) for x in given if x.shape[-1])
@@ -236,11 +237,26 @@ def _spread(x: Tensor) -> Tensor:
     return x.double().flatten(0, -2).std(0)
 
 
-def _least_distance(x: Tensor) -> float:
-    centres = x[:: max(len(x) // CENTRES, 1)]
+def _nearest(kernel: LinearOperator, x: Tensor) -> tuple[float, float]:
+    """Correlation and distance of the nearest of unequal inputs to some rows; correlation 1 if all are equal."""
+    pairs = [(*_nearest_to(x, row), row) for row in range(0, len(x), max(len(x) // CENTRES, 1))]
+    distance, nearest, row = min(pairs)
+    if distance == math.inf:
+        return 1.0, distance
+    entries, diagonal = dense_rows(kernel, torch.tensor([row], device=x.device)), kernel._diagonal()
+    entry, variances = _of_first_model(entries, 2)[0, nearest], _of_first_model(diagonal, 1)[[row, nearest]]
+    return float(entry / variances.prod().sqrt()), distance
+
+
+def _nearest_to(x: Tensor, row: int) -> tuple[float, int]:
     exact = "donot_use_mm_for_euclid_dist"
-    distances = [torch.cdist(centre.unsqueeze(0), x, compute_mode=exact) for centre in centres]
-    return min(float(row.where(row > 0, torch.inf).min()) for row in distances)
+    distances = torch.cdist(x[row : row + 1], x, compute_mode=exact)[0]
+    least, nearest = distances.where(distances > 0, torch.inf).min(0)
+    return float(least), int(nearest)
+
+
+def _of_first_model(tensor: Tensor, dims: int) -> Tensor:
+    return tensor[(0,) * (tensor.dim() - dims)]
 
 
 def _targets_of_another_scale(variance: Tensor, residual: Tensor, outer: Tensor | None = None) -> Iterator[str]:

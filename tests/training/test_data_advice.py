@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import gpytorch
 import pytest
@@ -130,6 +131,26 @@ def test_space_and_time_that_are_too_far_apart() -> None:
     assert not advice(x, y, kernel)
     (sentence,) = advice(1e3 * x, y, kernel)
     assert "lengthscales apart, so the kernel matrix is diagonal" in sentence
+
+
+@pytest.mark.parametrize(("kernel", "is_diagonal"), [(RBFKernel, True), (MaternKernel, False)])
+def test_many_standardised_inputs(kernel: type[MaternKernel | RBFKernel], is_diagonal: bool) -> None:
+    """The warning went by the distance alone: a fit of the first learned nothing, and one of the second did."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(150, 25, generator=generator, dtype=torch.float64)
+    y = torch.sin(x[:, 0]) + x[:, 1] + 0.3 * torch.randn(150, generator=generator, dtype=torch.float64)
+    ends = []
+    for lengthscale in (0.69, 5.0):
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        model = Regression(x, y, likelihood, ScaleKernel(kernel(ard_num_dims=25))).double()
+        model.covar_module.base_kernel.lengthscale = lengthscale
+        sentences = advice_on(model, likelihood)
+        is_warned = is_diagonal and lengthscale < 1
+        assert ["square root of their number" in sentence for sentence in sentences] == [True] * is_warned
+        with pytest.warns(DataWarning, match="lengthscales apart") if is_warned else nullcontext():
+            result = gpi.fit(gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model), progress=False)
+        ends.append(150 * result.history[-1].value)
+    assert (ends[1] - ends[0] > 30) == is_diagonal
 
 
 def test_inputs_too_far_apart_for_one_kernel_of_two() -> None:
