@@ -127,7 +127,7 @@ class CurvatureLoop(Loop):
         super().__init__(optimiser.mll, history, max_steps, reason)
         self.method = optimiser.method
         self._optimiser, self._follower = optimiser, follower
-        self.steps, self._has_raised = 0, False
+        self.steps, self._has_raised, self._has_noticed = 0, False, False
         self._lefts: list[float] = []
         self._seen: list[bool] = []
         self._best: tuple[float, float, float, Tensor] | None = None  # nats left, value, error, position
@@ -142,8 +142,12 @@ class CurvatureLoop(Loop):
         if is_converged and (is_last or not self._gains_unseen(found)):
             is_settled = found.noise <= limit or self._has_raised
             if is_settled or not self._optimiser.raise_probes():
-                return self._ended(found, limit)
-            self._has_raised, self._last, self._best = True, None, None
+                if is_last or self._has_noticed or not self._optimiser.notice():
+                    return self._ended(found, limit)
+                self._has_noticed, self._lefts, self._seen = True, [], []
+            else:
+                self._has_raised = True
+            self._last = self._best = None
             return None
         if is_drowned(self._lefts, self._seen, limit, found.noise):
             if self._best is not None and not torch.equal(self._best[-1], self._optimiser.point.position):
@@ -244,6 +248,7 @@ class CurvatureLoop(Loop):
         own = {
             "steps": self.steps,
             "has_raised": self._has_raised,
+            "has_noticed": self._has_noticed,
             "lefts": self._lefts,
             "seen": self._seen,
             "last": last,
@@ -256,6 +261,7 @@ class CurvatureLoop(Loop):
         if state.get("is_followed"):
             self._follow()
         self.steps, self._has_raised = state["steps"], state["has_raised"]
+        self._has_noticed = state.get("has_noticed", False)
         self._lefts, self._seen = state["lefts"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]

@@ -114,6 +114,44 @@ def test_irrelevant_inputs_are_named_and_linear_ones_are_not() -> None:
     assert found.low < found.value < found.high
 
 
+def unnoticed(solver: gpi.solvers.Solver | None) -> gpi.mlls.HutchinsonMarginalLogLikelihood:
+    """With an input that matters, at a lengthscale where it has no effect, as after a fit to few data."""
+    mll = regression(100, solver=solver)
+    mll.model.covar_module.base_kernel.lengthscale = torch.tensor([1e4, 0.7, 0.7], dtype=torch.float64)
+    return mll
+
+
+@pytest.mark.parametrize("solver", [None, ITERATIVE], ids=["exact", "iterative"])
+def test_an_input_that_matters_is_noticed_from_a_huge_lengthscale(solver: gpi.solvers.Solver | None) -> None:
+    """There the ridge hid 128 nats: CONVERGED, with an irrelevant input."""
+    result, mll = quiet(regression(100, solver=solver)), unnoticed(solver)
+    noticed = quiet(mll)
+    assert noticed.status is FitStatus.CONVERGED
+    assert 100 * noticed.history[-1].value == pytest.approx(100 * result.history[-1].value, abs=1.0)
+    assert not any("[0]" in name for name in noticed.irrelevant)
+
+
+def test_a_fit_that_noticed_an_input_resumes_exactly(tmp_path: Path) -> None:
+    mll, resumed = unnoticed(None), unnoticed(None)
+    noticed = quiet(mll)
+    for steps in (noticed.steps - 1, noticed.steps):
+        quiet(resumed, checkpoint=tmp_path / "fit.pt", max_steps=steps)
+    assert all(torch.equal(*pair) for pair in zip(resumed.parameters(), mll.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("solver", [None, ITERATIVE], ids=["exact", "iterative"])
+def test_an_irrelevant_input_is_not_noticed(solver: gpi.solvers.Solver | None) -> None:
+    mll = unnoticed(solver)
+    mll.model.covar_module.base_kernel.lengthscale = torch.tensor([0.7, 0.7, 1e4], dtype=torch.float64)
+    optimiser = gpi.fitting.AverageInformation(mll)
+    for _ in range(8):
+        optimiser.step()
+    before = optimiser.point.position
+    assert optimiser.assess().curvature.matrix[-1, -1] < 1e-4
+    assert not optimiser.notice()
+    assert torch.equal(optimiser.coordinates.read(), before)
+
+
 def test_a_kernel_that_explains_nothing_is_not_called_useless_inputs() -> None:
     mll = regression(60)
     mll.model.covar_module.outputscale = 1e-6

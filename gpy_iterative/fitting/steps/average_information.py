@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
+from gpy_iterative.fitting.result import irrelevant_inputs
 from gpy_iterative.fitting.steps.curvature import NOISE_SAMPLES, Curvature, average_information, gradient_noise
 from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point
+from gpy_iterative.fitting.stopping import CLEAR, LEFT
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import EXACT_BELOW
@@ -96,6 +98,30 @@ class AverageInformation(LevenbergMarquardt):
             return False
         self.mll = self.mll.variant(num_probes=num_probes)
         self._point = self._assessment = self._last = None
+        return True
+
+    def notice(self) -> bool:
+        """Shortens large lengthscales that hide a gain; False, without changes, if there are none.
+
+        Far out, gradient and information of the logarithm t = log l fall as l^-2 and l^-4, and the ridge hides their gain
+        g^2 / 2A. In l^-2 the value is nearly quadratic: Newton's step, until the standard error of t is one.
+        """
+        point, found = self.point, self.assess()
+        gradient, information = found.gradient, found.curvature.matrix.diagonal()
+        names = irrelevant_inputs(self.coordinates, found.curvature.matrix)
+        is_far = torch.tensor([name in names for name in self.coordinates.names], device=CPU)
+        noise = found.samples.square().mean(0).sqrt() if len(found.samples) else torch.zeros_like(gradient)
+        is_seen = (-gradient > CLEAR * noise) & (gradient.square() > 2 * LEFT * information) & (information > 0)
+        is_noticed = is_far & is_seen & ~found.held
+        if not is_noticed.any():
+            return False
+        shorter = -0.5 * torch.log1p(-2 * gradient / information).minimum(-0.5 * information.log())
+        undo = self._undo_to_here()
+        reached = self._tried(point.position + torch.where(is_noticed, shorter, 0.0))
+        if reached is None or reached.value < point.value + LEFT:
+            undo()
+            return False
+        self._point, self._assessment, self._last = reached, None, None
         return True
 
     def state(self) -> dict[str, Tensor]:

@@ -78,6 +78,10 @@ class LevenbergMarquardt(ABC):
         """Takes more probes; False, without changes, where that is not possible."""
         return False
 
+    def notice(self) -> bool:
+        """Goes on from large lengthscales that hide a gain; False, without changes, if there are none."""
+        return False
+
     @property
     def point(self) -> Point:
         """The current point; the first is moved inside its bounds."""
