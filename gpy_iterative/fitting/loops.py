@@ -127,7 +127,7 @@ class CurvatureLoop(Loop):
         super().__init__(optimiser.mll, history, max_steps, reason)
         self.method = optimiser.method
         self._optimiser, self._follower = optimiser, follower
-        self.steps, self._has_raised, self._has_noticed = 0, False, False
+        self.steps, self._has_raised, self._has_shortened = 0, False, False
         self._lefts: list[float] = []
         self._seen: list[bool] = []
         self._best: tuple[float, float, float, Tensor] | None = None  # nats left, value, error, position
@@ -142,9 +142,9 @@ class CurvatureLoop(Loop):
         if is_converged and (is_last or not self._gains_unseen(found)):
             is_settled = found.noise <= limit or self._has_raised
             if is_settled or not self._optimiser.raise_probes():
-                if is_last or self._has_noticed or not self._optimiser.notice():
+                if is_last or self._has_shortened or not self._optimiser.shorten_lengthscales():
                     return self._ended(found, limit)
-                self._has_noticed, self._lefts, self._seen = True, [], []
+                self._has_shortened, self._lefts, self._seen = True, [], []
             else:
                 self._has_raised = True
             self._last = self._best = None
@@ -248,7 +248,7 @@ class CurvatureLoop(Loop):
         own = {
             "steps": self.steps,
             "has_raised": self._has_raised,
-            "has_noticed": self._has_noticed,
+            "has_shortened": self._has_shortened,
             "lefts": self._lefts,
             "seen": self._seen,
             "last": last,
@@ -261,7 +261,7 @@ class CurvatureLoop(Loop):
         if state.get("is_followed"):
             self._follow()
         self.steps, self._has_raised = state["steps"], state["has_raised"]
-        self._has_noticed = state.get("has_noticed", False)
+        self._has_shortened = state.get("has_shortened", False)
         self._lefts, self._seen = state["lefts"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]

@@ -148,7 +148,7 @@ def test_an_irrelevant_input_is_not_noticed(solver: gpi.solvers.Solver | None) -
         optimiser.step()
     before = optimiser.point.position
     assert optimiser.assess().curvature.matrix[-1, -1] < 1e-4
-    assert not optimiser.notice()
+    assert not optimiser.shorten_lengthscales()
     assert torch.equal(optimiser.coordinates.read(), before)
 
 

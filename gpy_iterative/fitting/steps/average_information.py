@@ -100,7 +100,7 @@ class AverageInformation(LevenbergMarquardt):
         self._point = self._assessment = self._last = None
         return True
 
-    def notice(self) -> bool:
+    def shorten_lengthscales(self) -> bool:
         """Shortens large lengthscales that hide a gain; False, without changes, if there are none.
 
         Far out, gradient and information of the logarithm t = log l fall as l^-2 and l^-4, and the ridge hides their gain

@@ -78,7 +78,7 @@ class LevenbergMarquardt(ABC):
         """Takes more probes; False, without changes, where that is not possible."""
         return False
 
-    def notice(self) -> bool:
+    def shorten_lengthscales(self) -> bool:
         """Goes on from large lengthscales that hide a gain; False, without changes, if there are none."""
         return False
 
