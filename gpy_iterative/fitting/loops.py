@@ -78,9 +78,7 @@ class Loop(ABC):
             while status is None:
                 try:
                     known = len(self.history)
-                    to_training_mode(self.mll, self.mll.model, self.mll.likelihood)
-                    for module in held:
-                        module.eval()
+                    self._to_training_mode(held)
                     status = self.advance()
                     if not known:
                         first = self.history[0]
@@ -96,6 +94,7 @@ class Loop(ABC):
                     if not self.history:
                         raise
                     status, is_interrupted = FitStatus.BUDGET, True
+            self._to_training_mode(held)
         return FitResult(
             status=status,
             steps=self.steps,
@@ -107,6 +106,12 @@ class Loop(ABC):
             seconds=sum(row.seconds for row in self.history),
             is_interrupted=is_interrupted,
         )
+
+    def _to_training_mode(self, held: Sequence[torch.nn.Module]) -> None:
+        """After callbacks that predict; `held` modules stay in evaluation mode."""
+        to_training_mode(self.mll, self.mll.model, self.mll.likelihood)
+        for module in held:
+            module.eval()
 
 
 class CurvatureLoop(Loop):
