@@ -25,5 +25,6 @@ def test_steps(name: str, device: torch.device) -> None:
 
 @pytest.mark.slow
 def test_start_from_subsets(device: torch.device) -> None:
-    expected = fitted("hutchinson", torch.device("cpu"), "subsets")
-    assert fitted("hutchinson", device, "subsets") == pytest.approx(expected, rel=1e-3)
+    # Orders of neighbours, and so probes, depend on the last digits of the start.
+    expected = fitted("exact", torch.device("cpu"), "subsets")
+    assert fitted("exact", device, "subsets") == pytest.approx(expected, rel=1e-3)
