@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from gpytorch.mlls import MarginalLogLikelihood
+from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from gpy_iterative.fitting.checkpoint import write_checkpoint
@@ -147,26 +148,22 @@ class CurvatureLoop(Loop):
         if is_converged and (is_last or not self._gains_unseen(found)):
             is_settled = found.noise <= limit or self._has_raised
             if is_settled or not self._optimiser.raise_probes():
-                if is_last or self._has_shortened or not self._optimiser.shorten_lengthscales():
-                    return self._ended(found, limit)
-                self._has_shortened, self._lefts, self._seen = True, [], []
-            else:
-                self._has_raised = True
-            self._last = self._best = None
+                return None if not is_last and self._shortens() else self._ended(found, limit)
+            self._has_raised, self._last, self._best = True, None, None
             return None
         if is_drowned(self._lefts, self._seen, limit, found.noise):
             if self._best is not None and not torch.equal(self._best[-1], self._optimiser.point.position):
                 self._optimiser.go_to(self._best[-1])
                 self._last = None
                 self._assess()
-            return self._ended(self._settle(), limit)
+            return None if not is_last and self._shortens() else self._ended(self._settle(), limit)
         if is_last:
             if is_new:
                 self._settle()
             return FitStatus.BUDGET
         made = self._optimiser.step()
         if made is None:  # nothing changed
-            return self._ended(self._settle(), limit)
+            return None if self._shortens() else self._ended(self._settle(), limit)
         self._last, self._assessed = made, None
         self.steps += 1
         if self.steps >= FOLLOWED_AFTER and not len(found.samples):
@@ -181,6 +178,14 @@ class CurvatureLoop(Loop):
         if self._follower is not None:
             self._optimiser, self._follower = self._follower(), None
             self._lefts, self._seen, self._best = [], [], None
+
+    def _shortens(self) -> bool:
+        """Looks once for lengthscales that hide a gain."""
+        if self._has_shortened or not self._optimiser.shorten_lengthscales():
+            return False
+        self._has_shortened, self._lefts, self._seen = True, [], []
+        self._last = self._best = None
+        return True
 
     def _gains_unseen(self, found: Assessment) -> bool:
         """Whether an exact fit's last step gained more than may be left, where the curvature does not show it."""
@@ -318,7 +323,11 @@ class AdamLoop(Loop):
             self.steps, self._length = self.steps + 1, length
             status, start = self._status(sem), time.perf_counter()
         if status is not None:
-            self._add(*self._optimiser.value(), start)
+            try:
+                self._add(*self._optimiser.value(), start)
+            except (NanError, NotPSDError) as error:
+                logger.warning("the last hyperparameters have no value: %s", error)
+                return FitStatus.STAGNATED
         return status
 
     def _add(self, value: float, sem: float, start: float) -> None:
@@ -344,6 +353,8 @@ class AdamLoop(Loop):
     def load_state(self, state: dict[str, Any]) -> None:
         self._optimiser.load_state(state)
         self._length = state.get("length", 0.0)
+        if "length" not in state:  # an earlier version, which began with 1
+            self.history[:] = [replace(row, step=row.step - 1) for row in self.history]
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
         weights = {*self.mll.variational_parameters(), *self.mll.parameters(recurse=False)}

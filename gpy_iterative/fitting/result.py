@@ -88,7 +88,7 @@ class FitResult:
 
     Attributes:
         status: `status.advice` says what to do.
-        history: one row for the start and for each step.
+        history: one row for the start and for each step; another one after more probes or shortened lengthscales.
         hyperparameters: in the mll's order; Adam gives no standard errors.
         irrelevant: lengthscales of unneeded inputs, whose value changes nothing.
         method: "average_information" (or "average_information, then quasi_newton"), "quasi_newton", "adam" or
@@ -130,7 +130,7 @@ class FitResult:
         figure = figures.Figure(figsize=(6, 5 if has_left else 3), layout="constrained")
         first, *others = figure.subplots(2 if has_left else 1, sharex=True, squeeze=False)[:, 0]
         first.errorbar(steps, [row.value for row in rows], [row.value_sem for row in rows], marker="o", capsize=3)
-        first.set_ylabel("log marginal likelihood a datum")
+        first.set_ylabel("value a datum")
         for axes in others:
             axes.semilogy(steps, [row.left_to_gain for row in rows], marker="o")
             axes.set_ylabel("left to gain (nats)")

@@ -87,7 +87,7 @@ class NoisyLinearOperator(LinearOperator):
     def to_dense(self) -> Tensor:
         kernel = self.kernel.to_dense().expand(self.shape)
         diagonal = kernel.diagonal(dim1=-2, dim2=-1) + self.noise
-        return torch.diagonal_scatter(kernel, diagonal, dim1=-2, dim2=-1)
+        return torch.diagonal_scatter(kernel.to(diagonal.dtype), diagonal, dim1=-2, dim2=-1)
 
     @torch.no_grad()
     def signal_to_noise(self) -> Tensor:

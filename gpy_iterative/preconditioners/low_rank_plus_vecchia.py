@@ -25,8 +25,8 @@ from gpy_iterative.preconditioners.preconditioner import PreconditionerRecipe, S
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
 from gpy_iterative.preconditioners.vecchia import Vecchia
 
-#: Rows for a column of the low rank, and most columns.
-ROWS_PER_COLUMN, MAX_RANK = 16, 500
+#: Rows for a column of the low rank, least and most columns.
+ROWS_PER_COLUMN, LEAST_RANK, MAX_RANK = 16, 100, 500
 #: Rows for a neighbour, and their least and largest number: the factor costs n, the iterations that neighbours save n^2.
 #: Where these cost less, the least number.
 ROWS_PER_NEIGHBOUR, NEIGHBOURS = 300, (30, 60)
@@ -86,7 +86,7 @@ class LowRankPlusVecchia(PreconditionerRecipe):
     10,000 points on a line the low rank is tried first. Later hyperparameters keep the choice.
 
     Args:
-        rank: None: n / 16, at most 500.
+        rank: None: n / 16, but 100 to 500.
         num_neighbours: None: n / 300, but 30 to 60; without low rank, and where products cost less than n^2, 30.
     """
 
@@ -138,7 +138,7 @@ class LowRankPlusVecchia(PreconditionerRecipe):
         return LowRankPlusVecchiaFactor(factor, pivots, jitter, local)
 
     def _low_rank(self, operator: LinearOperator) -> RandomlyPivotedCholesky:
-        suited = min(max(operator.shape[-1] // ROWS_PER_COLUMN, 1), MAX_RANK)
+        suited = min(max(operator.shape[-1] // ROWS_PER_COLUMN, LEAST_RANK), MAX_RANK)
         return RandomlyPivotedCholesky(self.rank or suited)
 
 

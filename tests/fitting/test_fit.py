@@ -139,6 +139,40 @@ def test_a_fit_that_noticed_an_input_resumes_exactly(tmp_path: Path) -> None:
     assert all(torch.equal(*pair) for pair in zip(resumed.parameters(), mll.parameters(), strict=True))
 
 
+def far_out(mll: gpi.mlls.HutchinsonMarginalLogLikelihood) -> gpi.fitting.AverageInformation:
+    """At the best of the other hyperparameters."""
+    optimiser = gpi.fitting.AverageInformation(mll)
+    while optimiser.step() is not None and optimiser.assess().left > 0.01:
+        pass
+    return optimiser
+
+
+def test_an_interrupted_look_for_large_lengthscales_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimiser = far_out(unnoticed(None))
+    before, evaluated = optimiser.coordinates.read(), optimiser._evaluated
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimiser, "_evaluated", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimiser.shorten_lengthscales()
+    assert torch.equal(optimiser.coordinates.read(), before)
+    monkeypatch.setattr(optimiser, "_evaluated", evaluated)
+    assert optimiser.shorten_lengthscales()
+    assert not torch.equal(optimiser.coordinates.read(), before)
+
+
+def test_lengthscales_are_shortened_within_their_bounds() -> None:
+    mll = unnoticed(None)
+    kernel: Any = mll.model.covar_module.base_kernel
+    kernel.register_constraint("raw_lengthscale", GreaterThan(torch.tensor([30.0, 1e-3, 1e-3]).double()))
+    kernel.lengthscale = torch.tensor([1e4, 0.7, 0.7], dtype=torch.float64)
+    optimiser = far_out(mll)
+    assert optimiser.shorten_lengthscales()
+    assert 30 < kernel.lengthscale[0, 0] < 1e3
+
+
 @pytest.mark.parametrize("solver", [None, ITERATIVE], ids=["exact", "iterative"])
 def test_an_irrelevant_input_is_not_noticed(solver: gpi.solvers.Solver | None) -> None:
     mll = unnoticed(solver)

@@ -22,7 +22,7 @@ from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
-from gpy_iterative.training.training_system import check_has_data, prior_at
+from gpy_iterative.training.training_system import check_has_data, check_order, prior_at
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class WeightSpacePosterior:
         seed: int = 0,
         progress: Progress = False,
     ) -> None:
+        check_order(model, likelihood)
         check_likelihood(likelihood, model, type(self).__name__)
         check_progress(progress)
         self.model, self.likelihood = model, likelihood

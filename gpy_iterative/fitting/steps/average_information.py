@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpy_iterative.errors import held_warnings, warn
 from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
 from gpy_iterative.fitting.result import irrelevant_inputs
 from gpy_iterative.fitting.steps.curvature import NOISE_SAMPLES, Curvature, average_information, gradient_noise
@@ -116,11 +117,18 @@ class AverageInformation(LevenbergMarquardt):
         if not is_noticed.any():
             return False
         shorter = -0.5 * torch.log1p(-2 * gradient / information).minimum(-0.5 * information.log())
-        undo = self._undo_to_here()
-        reached = self._tried(point.position + torch.where(is_noticed, shorter, 0.0))
+        position, undo = point.position + torch.where(is_noticed, shorter, 0.0), self._undo_to_here()
+        try:
+            with held_warnings() as held:
+                reached = self._tried(position.clamp(self.coordinates.lower, self.coordinates.upper))
+        except BaseException:  # also Ctrl-C
+            undo()
+            raise
         if reached is None or reached.value < point.value + LEFT:
             undo()
             return False
+        for message, category in held:
+            warn(message, category)
         self._point, self._assessment, self._last = reached, None, None
         return True
 

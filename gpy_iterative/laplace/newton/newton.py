@@ -144,7 +144,7 @@ class _SubspaceSteps(StepSolver):
     def _keep_warm_start(self, iterate: Iterate, curvature: Curvature) -> None:
         """Makes v the first action of predictions: few others would not span it, and full steps would leave the mode.
 
-        Training needs the other actions, which reduce the noise of its probes.
+        Training without covariance actions needs the other actions, which reduce the noise of its probes.
         """
         size = torch.linalg.vector_norm(iterate.v)
         if self.basis.count or not self._num_further or not size > 0:
