@@ -279,6 +279,8 @@ def test_the_number_of_neighbours_follows_the_rows_or_is_given(monkeypatch: pyte
 
 def test_the_rank_follows_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = system(0.1)
-    assert len(LowRankPlusVecchia().build(operator).pivots) == 500 // 16
+    assert len(LowRankPlusVecchia().build(operator).pivots) == 100
+    monkeypatch.setattr("gpy_iterative.preconditioners.low_rank_plus_vecchia.ROWS_PER_COLUMN", 4)
+    assert len(LowRankPlusVecchia().build(operator).pivots) == 500 // 4
     monkeypatch.setattr("gpy_iterative.preconditioners.low_rank_plus_vecchia.MAX_RANK", 20)
     assert len(LowRankPlusVecchia().build(operator).pivots) == 20
