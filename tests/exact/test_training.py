@@ -76,7 +76,7 @@ def test_warm_start_halves_the_epochs_of_pathwise_training() -> None:
 
 @pytest.mark.slow
 def test_lbfgs_with_frozen_probes_reaches_the_exact_optimum() -> None:
-    reference, case = matern_case(100), matern_case(100)
+    reference, case = matern_case(150), matern_case(150)
 
     def minimise(case: Case, mll: gpytorch.mlls.MarginalLogLikelihood) -> float:
         optimizer = torch.optim.LBFGS(case.model.parameters(), max_iter=40, line_search_fn="strong_wolfe")
