@@ -171,11 +171,9 @@ def shortest_lengthscales(kernel: Kernel, inputs: Tensor) -> Tensor:
     for part in kernel.modules():
         if isinstance(part, Kernel) and part.has_lengthscale:
             # The whole kernel's active dims are already selected.
-            dims = (
-                torch.arange(size, device=found.device)
-                if part is kernel or part.active_dims is None
-                else part.active_dims
-            )
+            dims = part.active_dims
+            if part is kernel or dims is None:
+                dims = torch.arange(size, device=found.device)
             if len(dims) and dims.max() < size:
                 lengthscale = part.lengthscale.detach().flatten(0, -2).amin(0).to(found)
                 found[dims] = torch.minimum(found[dims], lengthscale)

@@ -44,10 +44,8 @@ class KnownLatent:
 
     def follows(self, model: QuadruplyStochasticGP) -> bool:
         like = model.basis.like
-        return torch.equal(self.writes, _identities(model)) and (self.x.dtype, self.x.device) == (
-            like.dtype,
-            like.device,
-        )
+        is_alike = (self.x.dtype, self.x.device) == (like.dtype, like.device)
+        return is_alike and torch.equal(self.writes, _identities(model))
 
     @torch.no_grad()
     def caught_up(self, frozen: QuadruplyStochasticGP) -> "KnownLatent":
