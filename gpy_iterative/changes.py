@@ -4,13 +4,18 @@ Versions do not count writes through `.data`, such as GPyTorch's `initialize`: c
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def identities(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Versions and addresses, for a state that holds only numbers; writes to inference tensors are not detected."""
+    return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,11 @@ def check_finite(name: str, tensor: Tensor) -> None:
         )
 
 
+def has_finite_sum(matrix: Tensor) -> bool:
+    """Whether a large float64 matrix is finite. A look at each entry takes up to a third of the time of its factor."""
+    return bool(torch.isfinite(matrix.sum()))
+
+
 def check_same_kind(
     name: str, tensor: Tensor, other_name: str, other: Tensor, advice: str = "Convert one of them with .to(...)."
 ) -> None:

@@ -352,8 +352,9 @@ class AdamLoop(Loop):
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._optimiser.load_state(state)
-        self._length = state.get("length", 0.0)
-        if "length" not in state:  # an earlier version, which began with 1
+        if "length" in state:
+            self._length = state["length"]
+        else:  # of an earlier version, which began with 1
             self.history[:] = [replace(row, step=row.step - 1) for row in self.history]
 
     def hyperparameters(self) -> tuple[Estimated, ...]:

@@ -11,7 +11,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, has_finite_sum
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import kernel_inputs, principal_blocks
 from gpy_iterative.linear_operators.tiles.tiles import blocks
@@ -121,7 +121,7 @@ def _fill(entries: Tensor, operator: LinearOperator, order: Tensor, neighbours: 
 def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool = False) -> tuple[Tensor, float]:
     """Inverse factors (or their last rows), and the largest jitter."""
     blocks = principal_blocks(operator, sets).double()
-    if not torch.isfinite(blocks.sum()):
+    if not has_finite_sum(blocks):
         raise NonFiniteError(NOT_FINITE)
     lower, jitter = block_factors(blocks)
     identity = torch.eye(sets.shape[-1], dtype=blocks.dtype, device=blocks.device)[-1 if last_only else 0 :]

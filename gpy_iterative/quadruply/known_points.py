@@ -12,7 +12,7 @@ import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from torch import Tensor
 
-from gpy_iterative.changes import same_tensor
+from gpy_iterative.changes import identities, same_tensor
 from gpy_iterative.quadruply.data_terms import Call, control_term
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.samples import Head, KnownValues, Sample, draw_set
@@ -129,8 +129,7 @@ def _product(model: QuadruplyStochasticGP, x: Tensor, head: Tensor, weights: Ten
 
 
 def _identities(model: QuadruplyStochasticGP) -> Tensor:
-    found = [(0 if each.is_inference() else each._version, each.data_ptr()) for each in model.basis.buffers()]
-    return torch.tensor(found, dtype=torch.int64, device=CPU)
+    return torch.tensor(identities(model.basis.buffers()), dtype=torch.int64, device=CPU)
 
 
 class KnownPoints:

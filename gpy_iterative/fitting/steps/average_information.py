@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpy_iterative.errors import held_warnings, warn
+from gpy_iterative.errors import held_warnings
 from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
 from gpy_iterative.fitting.result import irrelevant_inputs
 from gpy_iterative.fitting.steps.curvature import NOISE_SAMPLES, Curvature, average_information, gradient_noise
@@ -121,15 +121,13 @@ class AverageInformation(LevenbergMarquardt):
         try:
             with held_warnings() as held:
                 reached = self._tried(position.clamp(self.coordinates.lower, self.coordinates.upper))
+            if reached is None or reached.value < point.value + LEFT:
+                undo()
+                return False
+            self._accept(reached, held, None)
         except BaseException:  # also Ctrl-C
             undo()
             raise
-        if reached is None or reached.value < point.value + LEFT:
-            undo()
-            return False
-        for message, category in held:
-            warn(message, category)
-        self._point, self._assessment, self._last = reached, None, None
         return True
 
     def state(self) -> dict[str, Tensor]:

@@ -140,12 +140,9 @@ class LevenbergMarquardt(ABC):
                 gained, least, seen = _gain(point, found, reached, move, predicted)
                 logger.debug("trial %d: predicted %.4g, gained %.4g (%s)", trial, predicted, gained, seen)
                 if gained > least:
-                    for message, category in held:
-                        warn(message, category)
                     part, moved = gained / predicted, reached.position - point.position
+                    self._accept(reached, held, Secant(moved, point.gradient - reached.gradient, part < GOOD_GAIN))
                     self._damp(part, is_first=trial == 1, is_exact=not len(found.samples))
-                    self._last = Secant(moved, point.gradient - reached.gradient, part < GOOD_GAIN)
-                    self._point, self._assessment = reached, None
                     length = float(moved.abs().max())
                     return Step(length, predicted, gained, seen, trial, epochs, time.perf_counter() - start)
             self._damping = max(10 * self._damping, POOR_DAMPING)
@@ -160,6 +157,11 @@ class LevenbergMarquardt(ABC):
         # With probes the secant is enough: damping would stop moves along ridges of A for many steps.
         elif is_exact:
             self._damping = max(2 * self._damping, POOR_DAMPING)
+
+    def _accept(self, reached: Point, held: Sequence[tuple[str, type[Warning]]], last: Secant | None) -> None:
+        for message, category in held:
+            warn(message, category)
+        self._point, self._assessment, self._last = reached, None, last
 
     def go_to(self, position: Tensor) -> None:
         self.coordinates.write(position)

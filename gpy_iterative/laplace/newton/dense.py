@@ -19,6 +19,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import has_finite_sum
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature, SoftmaxCurvature
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR, CurvatureFloor
@@ -228,7 +229,7 @@ def _by_point(classes: Tensor) -> Tensor:
 
 def _finite(operator: LinearOperator) -> Tensor:
     kernel = operator.to_dense().detach().double()
-    if not torch.isfinite(kernel.sum()):
+    if not has_finite_sum(kernel):
         raise NonFiniteError("The kernel matrix is not finite: check inputs and hyperparameters, or use float64.")
     return (kernel + kernel.mT).div_(2)  # a large W makes much of the rounding by which the two triangles differ
 
