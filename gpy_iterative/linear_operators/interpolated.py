@@ -8,8 +8,7 @@ from linear_operator.operators import InterpolatedLinearOperator
 from linear_operator.utils.sparse import bdsmm
 from torch import Tensor
 
-#: Numbers of a tensor of `principal_blocks`.
-MAX_NUMBERS = 2**25
+from gpy_iterative.linear_operators.extensions import principal_blocks
 
 
 class GridLinearOperator(InterpolatedLinearOperator):
@@ -52,31 +51,29 @@ class GridLinearOperator(InterpolatedLinearOperator):
         right = bdsmm(self._sparse_right_interp_t(self.right_interp_indices, self.right_interp_values), right_vecs)
         return (*self.base_linear_op._bilinear_derivative(left, right), None, None, None, None)
 
-    @cached_property
-    def _all_columns(self) -> Tensor:
-        return self._columns(torch.arange(self.shape[-1], device=self.device))
+    def _diagonal(self) -> Tensor:
+        return super()._diagonal() if torch.is_grad_enabled() and self.requires_grad else self._constant_diagonal
 
-    def _columns(self, data: Tensor) -> Tensor:
-        """G W'^T [g, c] for some data [c]."""
-        grid = self.base_linear_op
-        weights = torch.zeros(len(data), grid.shape[-1], dtype=self.dtype, device=self.device)
-        weights.scatter_add_(-1, self.right_interp_indices[data], self.right_interp_values[data])
-        return grid._matmul(weights.mT)
+    @cached_property
+    @torch.no_grad()
+    def _constant_diagonal(self) -> Tensor:
+        return super()._diagonal()  # the grid's entries for 16^d pairs of nodes a row
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
         """See `extensions.principal_blocks`; differentiable."""
-        # `_get_indices` would evaluate the grid for every pair of interpolation points.
-        size, count = self.base_linear_op.shape[-1], self.left_interp_indices.shape[-1]
-        has_graph = torch.is_grad_enabled() and self.requires_grad
-        is_kept = size * self.shape[-1] <= MAX_NUMBERS and not has_graph
-        everything = torch.arange(self.shape[-1], device=self.device)
-        data, position = (everything, rows) if is_kept else rows.unique(return_inverse=True)
-        if len(rows) > 1 and max(size * len(data), rows.numel() * rows.shape[-1] * count) > MAX_NUMBERS:
-            return torch.cat([self.principal_blocks(part) for part in rows.tensor_split(2)])
-        columns = self._all_columns if is_kept else self._columns(data)
-        nodes, shares = self.left_interp_indices[rows], self.left_interp_values[rows]  # [c, k, count]
-        found = columns[nodes.unsqueeze(-2), position.unsqueeze(-2).unsqueeze(-1)]
-        return (found * shares.unsqueeze(-2)).sum(-1)
+        return torch.stack([self._principal_block(block) for block in rows])
+
+    def _principal_block(self, rows: Tensor) -> Tensor:
+        """Of rows [k]: [k, k]."""
+        # `_get_indices` would evaluate the grid for every pair of interpolation points. Neighbours share most nodes.
+        grid = self.base_linear_op
+        nodes, places = self.left_interp_indices[rows].unique(return_inverse=True)
+        weights = torch.zeros(len(rows), len(nodes), dtype=self.dtype, device=self.device)
+        weights = weights.scatter_add(-1, places, self.left_interp_values[rows])
+        if len(nodes) ** 2 <= len(rows) * grid.shape[-1]:
+            return weights @ principal_blocks(grid, nodes.unsqueeze(0))[0] @ weights.mT
+        spread = torch.zeros(grid.shape[-1], len(rows), dtype=self.dtype, device=self.device)
+        return weights @ grid._matmul(spread.index_copy(0, nodes, weights.mT))[nodes]
 
 
 def _sparse(nodes: Tensor, values: Tensor, size: int) -> Tensor:

@@ -13,6 +13,7 @@ processes"; Sang and Huang 2012, "A full scale approximation of covariance funct
 """
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,7 +28,7 @@ from torch.nn.functional import pad
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.exact.prediction import blocks
-from gpy_iterative.exact.prediction.local_part import LocalPart, Neighbours
+from gpy_iterative.exact.prediction.local_part import ROUNDING_ERRORS, LocalPart, Neighbours
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
 from gpy_iterative.linear_solvers.base import product_rounding
@@ -40,6 +41,8 @@ FAR_FIELD_RANKS, FAR_FIELD_ENTRIES = (64, 256), 2**24
 #: Rows, and columns of a product, at a time; a product takes memory for up to four times its columns.
 CHUNK = 4096
 COLUMNS = 512
+#: Part of the rest of K that neighbours must be able to explain.
+LEAST_EXPLAINED = 0.1
 
 
 class Projection(ABC):
@@ -48,6 +51,10 @@ class Projection(ABC):
     local: LocalPart | None  # None where A A^T = H^-1
     dtype: torch.dtype
 
+    @property
+    def _has_neighbours(self) -> bool:
+        return self.local is not None and self.local.num_neighbours > 0
+
     @abstractmethod
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
         """A^T k_x, [*batch, t, r]."""
@@ -55,7 +62,7 @@ class Projection(ABC):
     def _prepared(self, test_train: LinearOperator) -> LinearOperator:
         """In the projection's dtype, and evaluated once where neighbours are found among all data."""
         test_train = blocks.converted(test_train, self.dtype)
-        is_read_again = self.local is not None and self.local.tree is None
+        is_read_again = self._has_neighbours and self.local.tree is None
         return to_linear_operator(blocks.dense(test_train)) if is_read_again else test_train
 
     @abstractmethod
@@ -68,7 +75,7 @@ class Projection(ABC):
         coefficients = self._coefficients(test_train)
         # The two numbers may agree in almost all digits of float32.
         explained = torch.linalg.vector_norm(coefficients, dim=-1, dtype=torch.float64).square()
-        if self.local is not None and explained.numel():
+        if self._has_neighbours and explained.numel():
             explained = explained + Neighbours(self.local, test_train, coefficients).explained_variance()
         variance = prior_variance.double() - explained.reshape(prior_variance.shape)
         return variance.to(prior_variance.dtype).maximum(_least_variance(prior_variance))
@@ -80,7 +87,7 @@ class Projection(ABC):
         coefficients = coefficients.reshape(*points, coefficients.shape[-1])
         exact = coefficients.double()
         covariance = prior_covariance.double() - exact @ exact.mT
-        if self.local is not None and points.numel():
+        if self._has_neighbours and points.numel():
             covariance = covariance - Neighbours(self.local, test_train, coefficients).explained_covariance()
         variance, least = (matrix.diagonal(dim1=-2, dim2=-1) for matrix in (covariance, prior_covariance))
         raised = (_least_variance(least).double() - variance).clamp_min(0)
@@ -151,7 +158,7 @@ class GalerkinProjection(Projection):
 
     def numbers_per_point(self, test_train: LinearOperator) -> int:
         rank, num_data = self.basis.shape[-1], test_train.shape[-1]
-        if self.local is None:
+        if not self._has_neighbours:
             return rank
         neighbours = min(self.local.num_neighbours, num_data)
         all_data = (2 if self.local.observed is None else 3) * num_data if self.local.tree is None else 0
@@ -185,31 +192,39 @@ class ProjectionRecipe:
         rank, num_neighbours = self.sizes_for(operator)
         if batch:
             members = [_galerkin_basis(operator[index], rank) for index in itertools.product(*map(range, batch))]
+            bases, products, rests = zip(*members, strict=True)
             # Factors that ended early get zero columns, which change nothing.
-            rank = max(basis.shape[-1] for basis, _ in members)
+            rank, rest = max(basis.shape[-1] for basis in bases), max(rests)
             basis, product = (
                 torch.stack([pad(part, (0, rank - part.shape[-1])) for part in parts]).reshape(*batch, -1, rank)
-                for parts in zip(*members, strict=True)
+                for parts in (bases, products)
             )
         else:
-            basis, product = _galerkin_basis(operator, rank)
+            basis, product, rest = _galerkin_basis(operator, rank)
+        # Observations of the same value explain at most this part of the rest of its prior variance.
+        if self.num_neighbours is None and num_neighbours * rest < LEAST_EXPLAINED:
+            num_neighbours = 0
         local = None
         if basis.shape[-1] < size:
-            count, are_nearest = min(num_neighbours, size), _has_far_field(operator)
+            count, are_nearest = min(num_neighbours, size), num_neighbours > 0 and _has_far_field(operator)
             local = LocalPart.of(operator, product, count, observed, are_nearest=are_nearest)
         return GalerkinProjection(blocks.scatter_rows(basis, observed), local)
 
 
-def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor]:
-    """A in the span of D^-1 L, L a randomly pivoted Cholesky factor and D the noise plus the rest of K, and H A.
+def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor, float]:
+    """A in the span of D^-1 L, L a randomly pivoted Cholesky factor and D the noise plus the rest of K; H A; largest rest.
+
+    The rest is relative to the noise, and at least rounding errors.
 
     (L L^T + D)^-1 k_x lies in it. D takes the mean of the rest, which is zero at pivots.
     """
     factor, _, _ = RandomlyPivotedCholesky(rank=rank).low_rank(operator)
     _, diagonal, noise = kernel_and_noise(operator)
+    largest = math.inf
     if noise is not None:
-        rest = (diagonal - torch.linalg.vector_norm(factor, dim=-1).square()).mean(-1, keepdim=True).clamp_min(0)
-        factor = factor / (noise + rest).unsqueeze(-1)
+        rest = diagonal - torch.linalg.vector_norm(factor, dim=-1).square()
+        largest = float((rest.maximum(ROUNDING_ERRORS * torch.finfo(rest.dtype).eps * diagonal) / noise).max())
+        factor = factor / (noise + rest.mean(-1, keepdim=True).clamp_min(0)).unsqueeze(-1)
     basis = torch.linalg.qr(factor).Q.contiguous()
     del factor
     product = torch.empty_like(basis)
@@ -231,7 +246,7 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
         raise NotPositiveDefiniteError(
             f"The kernel matrix with noise is not positive definite, so there are no predictive variances. {cause}"
         ) from error
-    return _solve_right_(basis, lower), _solve_right_(product, lower)
+    return _solve_right_(basis, lower), _solve_right_(product, lower), largest
 
 
 def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:

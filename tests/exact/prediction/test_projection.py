@@ -1,5 +1,7 @@
 """Projections of the data against dense algebra: exact where they are complete, never too small where they are not."""
 
+import math
+
 import gpytorch
 import numpy as np
 import pytest
@@ -248,6 +250,23 @@ def test_rounding_does_not_add_up_where_neighbours_are_nearly_explained() -> Non
     )
     variance = posterior(points[1500:]).variance
     assert (variance / exact).log().abs().max() < 0.05
+
+
+@pytest.mark.parametrize(("smoothness", "has_neighbours"), [(math.inf, False), (2.5, True)])
+def test_neighbours_are_left_out_where_noise_hides_the_rest(smoothness: float, has_neighbours: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, points = torch.rand(1500, 2, generator=generator), torch.rand(100, 2, generator=generator)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = 0.1
+    base = gpytorch.kernels.RBFKernel() if math.isinf(smoothness) else gpytorch.kernels.MaternKernel(smoothness)
+    base.lengthscale = 0.15
+    model = Regression(x, x.sum(-1).sin(), likelihood, gpytorch.kernels.ScaleKernel(base))
+    exact = PathwisePosterior(model, likelihood, solver=gpi.solvers.Cholesky())(points).variance
+    posterior = PathwisePosterior(model, likelihood, solver=gpi.solvers.ConjugateGradients(), rank=400, exact_below=0)
+    local = posterior.solves.projection().local
+    assert local is not None
+    assert (local.num_neighbours > 0) is has_neighbours
+    torch.testing.assert_close(posterior(points).variance, exact, rtol=0.02, atol=0)
 
 
 def test_projections_that_reach_down_to_the_noise_are_not_those_of_float32() -> None:
