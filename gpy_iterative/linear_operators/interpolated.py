@@ -4,11 +4,19 @@ from functools import cached_property
 
 import torch
 from linear_operator import LinearOperator
-from linear_operator.operators import InterpolatedLinearOperator
+from linear_operator.operators import (
+    ConstantMulLinearOperator,
+    InterpolatedLinearOperator,
+    KroneckerProductLinearOperator,
+    ToeplitzLinearOperator,
+)
 from linear_operator.utils.sparse import bdsmm
 from torch import Tensor
 
-from gpy_iterative.linear_operators.extensions import principal_blocks
+from gpy_iterative.linear_operators.extensions import all_parts, principal_blocks
+
+#: Matrices of a stationary kernel on a grid consist of these.
+_STATIONARY = (ToeplitzLinearOperator, KroneckerProductLinearOperator, ConstantMulLinearOperator)
 
 
 class GridLinearOperator(InterpolatedLinearOperator):
@@ -57,7 +65,21 @@ class GridLinearOperator(InterpolatedLinearOperator):
     @cached_property
     @torch.no_grad()
     def _constant_diagonal(self) -> Tensor:
-        return super()._diagonal()  # the grid's entries for 16^d pairs of nodes a row
+        nodes, weights = self.left_interp_indices, self.left_interp_values
+        if not self._sees_the_same_everywhere():
+            return super()._diagonal()  # the grid's entries for 16^d pairs of nodes a row
+        between = principal_blocks(self.base_linear_op, nodes[:1])[0]
+        return (weights @ between * weights).sum(-1)
+
+    def _sees_the_same_everywhere(self) -> bool:
+        """Whether all rows have the same kernel matrix between their nodes."""
+        nodes, others = self.left_interp_indices, self.right_interp_indices
+        if nodes.dim() > 2 or not len(nodes) or not nodes.equal(others):
+            return False
+        if not self.left_interp_values.equal(self.right_interp_values):
+            return False
+        is_stationary = all(isinstance(part, _STATIONARY) for part in all_parts(self.base_linear_op))
+        return is_stationary and bool((nodes - nodes[:, :1] == nodes[0] - nodes[0, 0]).all())
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
         """See `extensions.principal_blocks`; differentiable."""

@@ -89,12 +89,36 @@ def test_blocks_have_gradients_after_some_without() -> None:
         )
 
 
-def test_a_diagonal_without_a_graph_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_a_diagonal_without_a_graph_takes_the_part_of_the_grid_that_one_row_sees(
+    dimensions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Preconditioner, rounding and variances ask for it: it took four fifths of a training step."""
-    _, operator = made(points(30))
+    kernel = kernels.GridInterpolationKernel(
+        kernels.ScaleKernel(kernels.MaternKernel()), grid_size=9, num_dims=dimensions, grid_bounds=[(0, 1)] * dimensions
+    ).double()
+    x = torch.rand(200, dimensions, generator=torch.Generator().manual_seed(0), dtype=torch.float64)  # also at the edge
+    operator = operator_of_kernel(kernel, x, None, KernelProducts())
     expected = operator.to_dense().diagonal()
     assert operator.diagonal().requires_grad
+    with torch.no_grad(), _LargestTensor() as largest:
+        torch.testing.assert_close(operator.diagonal(), expected.detach())
+    assert largest.size <= 200 * 16**dimensions // 4
     with torch.no_grad():
-        torch.testing.assert_close(operator.diagonal(), expected.detach())
         monkeypatch.setattr(type(operator.base_linear_op), "_get_indices", None)
-        torch.testing.assert_close(operator.diagonal(), expected.detach())
+        torch.testing.assert_close(operator.diagonal(), expected.detach())  # is kept
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_additive_structure_has_fast_products() -> None:
+    """A training step by tiles of the whole matrix took six times as long as GPyTorch's."""
+    base = kernels.GridInterpolationKernel(kernels.RBFKernel(), grid_size=20, num_dims=1, grid_bounds=[(-0.2, 1.2)])
+    kernel = kernels.AdditiveStructureKernel(base, 2).double()
+    x = points(30)
+    operator, rows = operator_of_kernel(kernel, x, None, KernelProducts()), torch.tensor([[3, 7], [1, 29]])
+    assert isinstance(operator, GridLinearOperator)
+    with torch.no_grad():
+        expected = kernel(x).to_dense()
+        torch.testing.assert_close(operator.to_dense(), expected)
+        torch.testing.assert_close(operator.diagonal(), expected.diagonal())
+        torch.testing.assert_close(principal_blocks(operator, rows), expected[rows.unsqueeze(-1), rows.unsqueeze(-2)])
