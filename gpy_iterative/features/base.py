@@ -209,9 +209,9 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return gap
 
     def posterior(self) -> WeightSpacePosterior:
-        """The exact posterior; one pass, n m^2."""
+        """The exact posterior; one pass, n m^2. Puts model and likelihood into evaluation mode."""
         params = self._known_params()
-        return WeightSpacePosterior(
+        posterior = WeightSpacePosterior(
             self.model,
             self.likelihood,
             params=params.current(self.model),
@@ -219,6 +219,9 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             seed=(self._run.generator().initial_seed() + 1) % 2**63,
             progress=self.progress,
         )
+        self.model.eval()
+        self.likelihood.eval()
+        return posterior
 
     def training_state(self) -> dict[str, Tensor]:
         self._run = self._present_run().mapped(torch.detach)

@@ -189,6 +189,8 @@ def test_predictions_know_the_noise_of_the_last_call() -> None:
     noise = torch.full((40,), 0.7).double()
     mll(case.model(case.x), case.y, noise=noise)
     found = mll.posterior()(case.x[:3]).mean
+    case.model.train()
+    case.likelihood.train()
     case.likelihood.noise_covar.noise = noise
     mll(case.model(case.x), case.y)
     torch.testing.assert_close(found, mll.posterior()(case.x[:3]).mean, rtol=1e-10, atol=1e-10)
