@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators.from_gpytorch import added_diagonal, masked_covariance
+from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class PriorParts:
     def name_of_other(self) -> str:
         """Of the first one, for messages."""
         name = type(self.others[0]).__name__
+        if isinstance(self.others[0], ObservedLinearOperator):
+            return f"{name} (missing targets of several outputs make one)"
         if not isinstance(self.others[0], DenseLinearOperator):
             return name
         return f"{name} (ProductStructureKernel makes one unless it is inside a ScaleKernel)"

@@ -25,6 +25,14 @@ def test_a_bare_matrix_has_no_terms() -> None:
         kernel_terms(DenseLinearOperator(torch.eye(3)))
 
 
+def test_missing_targets_of_several_outputs_are_named() -> None:
+    x, _ = data(20)
+    covariance = kernels.MultitaskKernel(kernels.RBFKernel(), num_tasks=2).double()(x)
+    assert len(kernel_terms(covariance)) == 1
+    with pytest.raises(SpectralDensityMissingError, match=r"missing targets of several outputs[\s\S]*rsample"):
+        kernel_terms(covariance, torch.arange(40) > 0)
+
+
 @pytest.mark.filterwarnings("ignore:.*StructureKernel.*:DeprecationWarning")
 def test_a_kernel_that_makes_its_matrix_at_once_is_named() -> None:
     x, _ = data(20)
