@@ -257,16 +257,17 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         # Without the missing diagonal 1 bounds the spectrum from below, as the quadrature needs.
         self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES, correct_diagonal=False)
 
-    def variant(self, *, num_probes: int | None = None, solver: Solver | None = None) -> Self:
+    def variant(self, *, num_probes: int | None = None, solver: Solver | None = None, redraws: bool = False) -> Self:
         """A copy for steps with a curvature, which tell the gradient's noise and bear it: no control variate.
 
-        It shares model, likelihood and tiles, and with as many probes the run; else it draws new probes.
+        It shares model, likelihood and tiles, and with as many probes the run, unless it redraws; else it draws new probes.
         """
         other = copy.copy(self)
         other._is_controlled = False
         other.solver = self.solver if solver is None else solver
         if num_probes is not None and num_probes != self.probes.num_probes:
-            other.probes = replace(self.probes, num_probes=num_probes)
+            other.probes, redraws = replace(self.probes, num_probes=num_probes), True
+        if redraws:
             other._run = Run(self._run.position, self._run.device)
         return other
 

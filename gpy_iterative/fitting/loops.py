@@ -143,6 +143,8 @@ class CurvatureLoop(Loop):
     def advance(self) -> FitStatus | None:
         is_last = self.steps >= self.max_steps
         found, is_new = self._assess(is_last=is_last)
+        if len(self.history) == 1 and not is_last and self._optimiser.reset_lengthscales(is_start=True):
+            return self._start_again()
         limit = _noise_limit(found)
         is_converged = has_converged(found.left, found.noise) and not found.curvature.is_rough
         if is_converged and (is_last or not self._gains_unseen(found)):
@@ -181,11 +183,16 @@ class CurvatureLoop(Loop):
 
     def _shortens(self) -> bool:
         """Looks once for lengthscales that hide a gain."""
-        if self._has_shortened or not self._optimiser.shorten_lengthscales():
+        if self._has_shortened:
             return False
-        self._has_shortened, self._lefts, self._seen = True, [], []
-        self._last = self._best = None
-        return True
+        self._has_shortened = self._optimiser.shorten_lengthscales() or self._optimiser.reset_lengthscales()
+        if self._has_shortened:
+            self._start_again()
+        return self._has_shortened
+
+    def _start_again(self) -> None:
+        self._lefts, self._seen = [], []
+        self._last = self._best = self._assessed = None
 
     def _gains_unseen(self, found: Assessment) -> bool:
         """Whether an exact fit's last step gained more than may be left, where the curvature does not show it."""

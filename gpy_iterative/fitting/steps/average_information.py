@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gpy_iterative.errors import held_warnings
 from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
-from gpy_iterative.fitting.result import irrelevant_inputs
 from gpy_iterative.fitting.steps.curvature import NOISE_SAMPLES, Curvature, average_information, gradient_noise
+from gpy_iterative.fitting.steps.lengthscales import shorter, typical
 from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point
 from gpy_iterative.fitting.stopping import CLEAR, LEFT
@@ -102,26 +102,27 @@ class AverageInformation(LevenbergMarquardt):
         return True
 
     def shorten_lengthscales(self) -> bool:
-        """Shortens large lengthscales that hide a gain; False, without changes, if there are none.
+        position = shorter(self.coordinates, self.point, self.assess())
+        return position is not None and self._goes_on_from(position, self.mll)
 
-        Far out, gradient and information of the logarithm t = log l fall as l^-2 and l^-4, and the ridge hides their gain
-        g^2 / 2A. In l^-2 the value is nearly quadratic: Newton's step, until the standard error of t is one.
-        """
-        point, found = self.point, self.assess()
-        gradient, information = found.gradient, found.curvature.matrix.diagonal()
-        names = irrelevant_inputs(self.coordinates, found.curvature.matrix)
-        is_far = torch.tensor([name in names for name in self.coordinates.names], device=CPU)
-        noise = found.samples.square().mean(0).sqrt() if len(found.samples) else torch.zeros_like(gradient)
-        is_seen = (-gradient > CLEAR * noise) & (gradient.square() > 2 * LEFT * information) & (information > 0)
-        is_noticed = is_far & is_seen & ~found.held
-        if not is_noticed.any():
-            return False
-        shorter = -0.5 * torch.log1p(-2 * gradient / information).minimum(-0.5 * information.log())
-        position, undo = point.position + torch.where(is_noticed, shorter, 0.0), self._undo_to_here()
+    def reset_lengthscales(self, *, is_start: bool = False) -> bool:
+        position = typical(self.mll, self.coordinates, self.point, self.assess(), is_start=is_start)
+        # Probes and preconditioner of a constant or a diagonal matrix do not suit another one.
+        return position is not None and self._goes_on_from(position, self.mll.variant(redraws=True), CLEAR)
+
+    def _goes_on_from(self, position: Tensor, mll: IterativeMarginalLogLikelihood, clear: float = 0.0) -> bool:
+        """If the value grows by `LEFT` nats and `clear` of its standard errors; else nothing changes."""
+        point, known, undo_position = self.point, self.mll, self._undo_to_here()
+
+        def undo() -> None:
+            self.mll = known
+            undo_position()
+
         try:
+            self.mll = mll
             with held_warnings() as held:
                 reached = self._tried(position.clamp(self.coordinates.lower, self.coordinates.upper))
-            if reached is None or reached.value < point.value + LEFT:
+            if reached is None or reached.value < point.value + LEFT + clear * math.hypot(point.error, reached.error):
                 undo()
                 return False
             self._accept(reached, held, None)

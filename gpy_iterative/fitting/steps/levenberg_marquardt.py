@@ -82,6 +82,10 @@ class LevenbergMarquardt(ABC):
         """Goes on from large lengthscales that hide a gain; False, without changes, if there are none."""
         return False
 
+    def reset_lengthscales(self, *, is_start: bool = False) -> bool:
+        """Goes on from typical lengthscales where they have no effect; False, without changes, if that gains nothing."""
+        return False
+
     @property
     def point(self) -> Point:
         """The current point; the first is moved inside its bounds."""
