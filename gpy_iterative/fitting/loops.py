@@ -133,7 +133,7 @@ class CurvatureLoop(Loop):
         super().__init__(optimiser.mll, history, max_steps, reason)
         self.method = optimiser.method
         self._optimiser, self._follower = optimiser, follower
-        self.steps, self._has_raised, self._has_shortened = 0, False, False
+        self.steps, self._has_raised, self._has_redrawn, self._has_shortened = 0, False, False, False
         self._lefts: list[float] = []
         self._seen: list[bool] = []
         self._best: tuple[float, float, float, Tensor] | None = None  # nats left, value, error, position
@@ -151,11 +151,14 @@ class CurvatureLoop(Loop):
             is_settled = found.noise <= limit or self._has_raised
             if is_settled or not self._optimiser.raise_probes():
                 return None if not is_last and self._shortens() else self._ended(found, limit)
-            self._has_raised, self._last, self._best = True, None, None
+            self._has_raised = self._has_redrawn = True
+            self._last = self._best = None
             return None
         if is_drowned(self._lefts, self._seen, limit, found.noise):
-            if self._best is not None and not torch.equal(self._best[-1], self._optimiser.point.position):
-                self._optimiser.go_to(self._best[-1])
+            is_back = self._goes_back()
+            if not is_last and self._redraws(found):
+                return None
+            if is_back:
                 self._last = None
                 self._assess()
             return None if not is_last and self._shortens() else self._ended(self._settle(), limit)
@@ -189,6 +192,21 @@ class CurvatureLoop(Loop):
         if self._has_shortened:
             self._start_again()
         return self._has_shortened
+
+    def _goes_back(self) -> bool:
+        """To the best point, if it is not the last."""
+        if self._best is None or torch.equal(self._best[-1], self._optimiser.point.position):
+            return False
+        self._optimiser.go_to(self._best[-1])
+        return True
+
+    def _redraws(self, found: Assessment) -> bool:
+        """Draws probes and preconditioner once for where the steps have led: those of the start may have far more noise."""
+        if self._has_redrawn or not len(found.samples) or not self._optimiser.raise_probes(factor=1):
+            return False
+        self._has_redrawn = True
+        self._start_again()
+        return True
 
     def _start_again(self) -> None:
         self._lefts, self._seen = [], []
@@ -265,6 +283,7 @@ class CurvatureLoop(Loop):
         own = {
             "steps": self.steps,
             "has_raised": self._has_raised,
+            "has_redrawn": self._has_redrawn,
             "has_shortened": self._has_shortened,
             "lefts": self._lefts,
             "seen": self._seen,
@@ -278,7 +297,7 @@ class CurvatureLoop(Loop):
         if state.get("is_followed"):
             self._follow()
         self.steps, self._has_raised = state["steps"], state["has_raised"]
-        self._has_shortened = state.get("has_shortened", False)
+        self._has_redrawn, self._has_shortened = state.get("has_redrawn", False), state.get("has_shortened", False)
         self._lefts, self._seen = state["lefts"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]

@@ -88,7 +88,7 @@ class FitResult:
 
     Attributes:
         status: `status.advice` says what to do.
-        history: one row for the start and for each step; another one after more probes or other lengthscales.
+        history: one row for the start and for each step; another one after new probes or other lengthscales.
         hyperparameters: in the mll's order; Adam gives no standard errors.
         irrelevant: lengthscales of unneeded inputs, whose value changes nothing.
         method: "average_information" (or "average_information, then quasi_newton"), "quasi_newton", "adam" or

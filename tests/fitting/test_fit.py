@@ -352,6 +352,30 @@ def test_a_plateau_where_little_seems_left_to_gain_is_not_the_best_point(monkeyp
     assert dense_value(mll) / 80 > loop.history[0].value + 0.1
 
 
+def test_steps_that_noise_hides_go_on_with_new_probes_from_the_best_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes and preconditioner of the start left 8 nats of noise in the value; new ones .1."""
+    mll = regression(80, solver=LOW_RANK)
+    not_drawn, optimiser = set(mll.training_state()), gpi.fitting.AverageInformation(mll)
+    loop = CurvatureLoop(optimiser, [], 10)
+    for _ in range(2):
+        assert loop.advance() is None
+    assert loop._best is not None
+    best = optimiser.coordinates.read()
+    loop._best = (*loop._best[:1], math.inf, 0.0, best)
+    assert set(optimiser.point.before) > not_drawn
+    drowned = "gpy_iterative.fitting.loops.is_drowned"
+    assert loop.advance() is None
+    monkeypatch.setattr(drowned, lambda *told: True)
+    assert loop.advance() is None
+    assert torch.equal(optimiser.coordinates.read(), best)
+    assert set(optimiser.point.before) == not_drawn
+    monkeypatch.setattr(drowned, lambda *told: False)
+    assert loop.advance() is None
+    assert [row.step for row in loop.history] == [0, 1, 2, 3, 3]
+    monkeypatch.setattr(drowned, lambda *told: True)
+    assert loop.advance() is not None  # only once
+
+
 @pytest.mark.parametrize(("error", "is_better"), [(0.1, True), (1.0, False)])
 def test_a_value_of_one_nat_more_counts_beyond_its_error(error: float, is_better: bool) -> None:
     optimiser = gpi.fitting.AverageInformation(regression(80))

@@ -93,11 +93,11 @@ class AverageInformation(LevenbergMarquardt):
         return self._assessed_by(known, point, self._samples)
 
     def raise_probes(self, factor: int = 4) -> bool:
-        """Multiplies the number of probes; False, without changes, beyond `MOST_ENTRIES`."""
+        """Multiplies the number of probes, and draws them for this point; False, without changes, beyond `MOST_ENTRIES`."""
         num_probes = factor * self.mll.probes.num_probes
         if num_probes * num_training_data(self.mll.model) > MOST_ENTRIES:
             return False
-        self.mll = self.mll.variant(num_probes=num_probes)
+        self.mll = self.mll.variant(num_probes=num_probes, redraws=True)
         self._point = self._assessment = self._last = None
         return True
 

@@ -74,8 +74,8 @@ class LevenbergMarquardt(ABC):
         """Samples [k, p] of the gradient's noise; None for an exact one."""
         return None
 
-    def raise_probes(self) -> bool:
-        """Takes more probes; False, without changes, where that is not possible."""
+    def raise_probes(self, factor: int = 4) -> bool:
+        """Takes new and more probes; False, without changes, where that is not possible."""
         return False
 
     def shorten_lengthscales(self) -> bool:
