@@ -9,12 +9,14 @@ from torch import Tensor
 from gpy_iterative.fitting.coordinates import Coordinate, Coordinates
 from gpy_iterative.fitting.result import irrelevant_inputs
 from gpy_iterative.fitting.steps.points import Assessment, Point
-from gpy_iterative.fitting.stopping import CLEAR, LEFT
+from gpy_iterative.fitting.stopping import LEFT
 from gpy_iterative.worker_threads import CPU
 
 #: Outputscale of a kernel that has had no effect, relative to the noise: the value rises with it if there is anything to
 #: explain, and a larger one would have to explain more.
 FIRST_PART = 0.1
+#: Standard errors of a gradient that is worth an evaluation, which then decides.
+NOTICED = 2.0
 
 
 def shorter(coordinates: Coordinates, point: Point, found: Assessment) -> Tensor | None:
@@ -26,7 +28,7 @@ def shorter(coordinates: Coordinates, point: Point, found: Assessment) -> Tensor
     gradient, information = found.gradient, found.curvature.matrix.diagonal()
     is_far = _are_in(irrelevant_inputs(coordinates, found.curvature.matrix), coordinates)
     noise = found.samples.square().mean(0).sqrt() if len(found.samples) else torch.zeros_like(gradient)
-    is_seen = (-gradient > CLEAR * noise) & (gradient.square() > 2 * LEFT * information) & (information > 0)
+    is_seen = (-gradient > NOTICED * noise) & (gradient.square() > 2 * LEFT * information) & (information > 0)
     is_noticed = is_far & is_seen & ~found.held
     if not is_noticed.any():
         return None
