@@ -16,7 +16,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, check_instance, checked_seed
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning, float64_first, warn
 from gpy_iterative.exact.prediction.blocks import converted, product
-from gpy_iterative.exact.prediction.joint_prior import check_has_members, checked_inputs, graph_for
+from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
 from gpy_iterative.laplace.mode import LaplaceFit, ModeReport, check_targets_fit, observed_data
@@ -135,12 +135,9 @@ class LaplacePosterior:
         with graph_for(inputs):
             points = checked_inputs(fit.inputs, inputs)
             batch, count, latents = points[0].shape[:-2], points[0].shape[-2], fit.prior.num_latents
-            check_has_members(batch, latents)
             mean, root, prior = self._conditioned(fit, fit.columns(), [x.flatten(0, -2) for x in points])
             mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, root.shape[-1])
-            if 0 in batch:
-                prior = to_linear_operator(prior.to_dense().view(*batch, count, count))
-            elif batch:
+            if batch:
                 prior = to_linear_operator(latent_covariance(fit.snapshot.copies()[0], points, self._products))
             mean, root = mean.to(prior.dtype), root.to(prior.dtype)
             covariance = prior.clone() - RootLinearOperator(root)

@@ -609,8 +609,6 @@ def test_without_test_points_and_with_inference_mode() -> None:
     assert model(problem.x[:0]).mean.shape == (0, 3)
     assert model.predict_proba(problem.x[:0]).shape == (0, 3)
     assert model(problem.x.new_zeros(2, 0, 2)).variance.shape == (2, 0, 3)
-    with pytest.raises(ValueError, match="has no members"):
-        model(problem.x.new_zeros(0, 4, 2))
     with torch.inference_mode():
         inside = model.predict_proba(test_points())
         paths = model.sample_paths(4, num_frequencies=50)
@@ -622,7 +620,6 @@ def test_without_test_points_and_with_inference_mode() -> None:
     one = case("logit", n=1)
     assert one.model.eval().predict_proba(test_points()).shape == (9,)
     assert one.model.sample_paths(2, num_frequencies=50)(problem.x[:0]).shape == (2, 0)
-    assert one.model(problem.x.new_zeros(0, 4, 2)).covariance_matrix.shape == (0, 4, 4)
 
 
 def test_frozen_parameters_and_priors() -> None:

@@ -62,7 +62,6 @@ def joint_prior(
     joint = prior_at_both(model, train, points)
 
     outputs = joint.event_shape[1:].numel()
-    check_has_members(batch, outputs)
     size = train[0].shape[-2] * outputs
     covariance = joint.lazy_covariance_matrix
     once = replace(products, cache_memory=0)
@@ -109,14 +108,6 @@ def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Te
         if x.is_floating_point():
             check_finite("x", x)
     return in_one_batch(columns)
-
-
-def check_has_members(batch: torch.Size, outputs: int) -> None:
-    if 0 in batch and outputs > 1:  # a view of GPyTorch's multitask distribution fails
-        raise ValueError(
-            f"A batch of shape {tuple(batch)} has no members, and GPyTorch has no empty distribution of {outputs} outputs: "
-            "skip such a batch."
-        )
 
 
 def prior_at_both(model: GP, train: Sequence[Tensor], test: Sequence[Tensor]) -> MultivariateNormal:
