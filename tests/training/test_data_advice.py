@@ -135,7 +135,7 @@ def test_space_and_time_that_are_too_far_apart() -> None:
 
 @pytest.mark.parametrize(("kernel", "is_diagonal"), [(RBFKernel, True), (MaternKernel, False)])
 def test_many_standardised_inputs(kernel: type[MaternKernel | RBFKernel], is_diagonal: bool) -> None:
-    """The warning went by the distance alone: a fit of the first learned nothing, and one of the second did."""
+    """The warning goes by correlations, not by distances. `gpi.fit` finds its way from both; other loops may not."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(150, 25, generator=generator, dtype=torch.float64)
     y = torch.sin(x[:, 0]) + x[:, 1] + 0.3 * torch.randn(150, generator=generator, dtype=torch.float64)
@@ -150,7 +150,7 @@ def test_many_standardised_inputs(kernel: type[MaternKernel | RBFKernel], is_dia
         with pytest.warns(DataWarning, match="lengthscales apart") if is_warned else nullcontext():
             result = gpi.fit(gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model), progress=False)
         ends.append(150 * result.history[-1].value)
-    assert (ends[1] - ends[0] > 30) == is_diagonal
+    assert abs(ends[1] - ends[0]) < 0.1
 
 
 def test_inputs_too_far_apart_for_one_kernel_of_two() -> None:

@@ -66,7 +66,8 @@ def _typical_lengthscale(part: Coordinate, mll: Any) -> Tensor:
     columns = torch.cat([inputs.detach().double().flatten(0, -2) for inputs in mll.model.train_inputs], dim=-1)
     kernel = next(module for module in mll.modules() if part.parameter in {*module.parameters(recurse=False)})
     dims, size = getattr(kernel, "active_dims", None), part.parameter.shape[-1]
-    spread = (columns if dims is None else columns[:, dims]).std(0, correction=0).cpu()
+    columns = columns if dims is None else columns[:, dims]
+    spread = (columns - columns.mean(0)).square().mean(0).sqrt().cpu()
     if size == 1:
         return spread.norm().reshape(1)
     return size**0.5 * spread[:size] if size <= len(spread) else torch.full((size,), torch.nan, device=CPU)
