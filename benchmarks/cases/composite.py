@@ -1,4 +1,4 @@
-"""One training step of composite models, ours and GPyTorch's: two outputs, written in four ways, and space and time.
+"""One training step of composite models, ours and GPyTorch's: two outputs, written in four ways, space and time, a grid.
 
 The points of space and time are random, or those of stations on most days.
 """
@@ -92,6 +92,15 @@ class SpaceAndTime(_OneOutput):
         super().__init__(x, y, likelihood, kernels.ScaleKernel(space * time_kernel))
 
 
+class Interpolated(_OneOutput):
+    """A kernel of two inputs, interpolated from a grid (KISS-GP)."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
+        base = kernels.MaternKernel(nu=2.5, ard_num_dims=2)
+        grid = kernels.GridInterpolationKernel(base, grid_size=100, num_dims=2, grid_bounds=[(0.0, 1.0)] * 2)
+        super().__init__(x, y, likelihood, kernels.ScaleKernel(grid))
+
+
 def data(n: int) -> tuple[Tensor, Tensor]:
     """Inputs [n, 3] and targets [n, 2], float32."""
     generator = torch.Generator().manual_seed(0)
@@ -111,6 +120,11 @@ def listed(n: int) -> tuple[Tensor, Tensor]:
 def one_output(n: int) -> tuple[Tensor, Tensor]:
     x, y = data(n)
     return x, y[:, 0]
+
+
+def plane(n: int) -> tuple[Tensor, Tensor]:
+    x, y = one_output(n)
+    return x[:, :2].contiguous(), y
 
 
 def stations_and_days(n: int) -> tuple[Tensor, Tensor]:
@@ -133,6 +147,7 @@ MODELS: dict[str, tuple[type[gpytorch.models.ExactGP], Callable[[], Likelihood],
     "independent": (IndependentOutputs, _OF_ALL_TASKS, data),
     "IndexKernel": (TasksOfRows, GaussianLikelihood, listed),
     "space and time": (SpaceAndTime, GaussianLikelihood, one_output),
+    "GridInterpolationKernel": (Interpolated, GaussianLikelihood, plane),
     "stations and days": (SpaceAndTime, GaussianLikelihood, stations_and_days),
 }
 MLLS: dict[str, Callable[..., Any]] = {
@@ -173,7 +188,7 @@ def composite(
     only: Annotated[list[str] | None, names_of(NAMES, "Contenders, by name.")] = None,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
-    """Seconds and memory of one training step with two outputs, or of a kernel of space times one of time."""
+    """Seconds and memory of one training step with two outputs, a kernel of space times one of time, or of a grid."""
     outcomes = run_contenders("composite", only or NAMES, threads=threads, n=n, steps=steps)
     succeeded_or_exit(outcomes)
     show(

@@ -155,13 +155,13 @@ class CurvatureLoop(Loop):
             self._last = self._best = None
             return None
         if is_drowned(self._lefts, self._seen, limit, found.noise):
-            is_back = self._goes_back()
-            if not is_last and self._redraws(found):
-                return None
-            if is_back:
+            if self._best is not None and not torch.equal(self._best[-1], self._optimiser.point.position):
+                self._optimiser.go_to(self._best[-1])
                 self._last = None
-                self._assess()
-            return None if not is_last and self._shortens() else self._ended(self._settle(), limit)
+                found, _ = self._assess()
+            if not is_last and (self._redraws(found) or self._shortens()):
+                return None
+            return self._ended(self._settle(), limit)
         if is_last:
             if is_new:
                 self._settle()
@@ -193,20 +193,13 @@ class CurvatureLoop(Loop):
             self._start_again()
         return self._has_shortened
 
-    def _goes_back(self) -> bool:
-        """To the best point, if it is not the last."""
-        if self._best is None or torch.equal(self._best[-1], self._optimiser.point.position):
-            return False
-        self._optimiser.go_to(self._best[-1])
-        return True
-
     def _redraws(self, found: Assessment) -> bool:
-        """Draws probes and preconditioner once for where the steps have led: those of the start may have far more noise."""
-        if self._has_redrawn or not len(found.samples) or not self._optimiser.raise_probes(factor=1):
-            return False
-        self._has_redrawn = True
-        self._start_again()
-        return True
+        """Draws probes once for where the steps have led: those of the start may have far more noise there."""
+        if not self._has_redrawn and len(found.samples) and self._optimiser.redraw_probes():
+            self._has_redrawn = True
+            self._start_again()
+            return True
+        return False
 
     def _start_again(self) -> None:
         self._lefts, self._seen = [], []

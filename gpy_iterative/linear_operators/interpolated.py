@@ -63,6 +63,7 @@ class GridLinearOperator(InterpolatedLinearOperator):
         return super()._diagonal() if torch.is_grad_enabled() and self.requires_grad else self._constant_diagonal
 
     @cached_property
+    @torch.inference_mode(False)  # for later gradients
     @torch.no_grad()
     def _constant_diagonal(self) -> Tensor:
         nodes, weights = self.left_interp_indices, self.left_interp_values

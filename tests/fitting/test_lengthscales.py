@@ -8,7 +8,7 @@ import gpytorch
 import pytest
 import torch
 from gpytorch.constraints import GreaterThan
-from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import LinearKernel, MaternKernel, PeriodicKernel, RBFKernel, ScaleKernel
 
 import gpy_iterative as gpi
 from gpy_iterative.fitting import FitStatus
@@ -187,17 +187,17 @@ def test_where_nothing_is_hidden_nothing_is_evaluated(monkeypatch: pytest.Monkey
     assert not optimiser.reset_lengthscales(is_start=True)
 
 
-def reset(kernel: Any, *, is_start: bool = False) -> dict[str, float] | None:
+def reset(kernel: Any, *, is_start: bool = False, make: type[Regression] = Regression) -> dict[str, float] | None:
     """What is reset, by name, for columns with deviations 1, 2, 0 and 4."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 4, generator=generator, dtype=torch.float64)
     x = torch.tensor([1.0, 2.0, 0.0, 4.0]) * (x - x.mean(0)) / x.std(0, correction=0)
     y = torch.sin(x[:, 0]) + torch.randn(200, generator=generator, dtype=torch.float64)
-    model = Regression(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
+    model = make(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernel).double()
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model)
     optimiser = gpi.fitting.AverageInformation(mll)
     point, names = optimiser.point, optimiser.coordinates.names
-    found = typical(mll, optimiser.coordinates, point, optimiser.assess(), is_start=is_start)
+    found = typical(optimiser.coordinates, point, optimiser.assess(), is_start=is_start)
     if found is None:
         return None
     pairs = zip(names, found, point.position, strict=True)
@@ -222,13 +222,42 @@ def test_typical_lengthscales_are_those_of_the_kernels_columns() -> None:
 
 
 def test_a_kernel_without_effect_gets_a_visible_outputscale() -> None:
-    kernel = ScaleKernel(RBFKernel(active_dims=[0])) + ScaleKernel(far(RBFKernel(active_dims=[1])))
-    found = reset(kernel)
+    found = reset(ScaleKernel(far(RBFKernel(active_dims=[1]))))
     assert found is not None
-    assert set(found) == {"covar_module.kernels.1.outputscale", "covar_module.kernels.1.base_kernel.lengthscale"}
-    assert 0.07 < found["covar_module.kernels.1.outputscale"] < 0.14  # noise is .7
-    shared = ScaleKernel(RBFKernel(active_dims=[0]) * far(RBFKernel(active_dims=[1])))
-    assert set(reset(shared) or ()) == {"covar_module.base_kernel.kernels.1.lengthscale"}
+    assert set(found) == {"covar_module.outputscale", "covar_module.base_kernel.lengthscale"}
+    assert 0.06 < found["covar_module.outputscale"] < 0.14  # noise is .7
+    with_line = ScaleKernel(LinearKernel() + far(RBFKernel(active_dims=[1])))  # the line needs its outputscale
+    assert set(reset(with_line) or ()) == {"covar_module.base_kernel.kernels.1.lengthscale"}
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        ScaleKernel(RBFKernel(active_dims=[0])) + ScaleKernel(far(RBFKernel(active_dims=[1]))),
+        far(RBFKernel(active_dims=[0])) * far(MaternKernel(active_dims=[1])),
+        far(PeriodicKernel()),
+    ],
+)
+def test_several_lengthscales_and_periods_are_left_to_the_user(kernel: Any) -> None:
+    assert reset(kernel, is_start=True) is None
+
+
+def test_inputs_are_those_that_the_kernel_sees() -> None:
+    """Of the model, and of active dims outside: its training inputs have another spread, or fewer columns."""
+
+    class Model(Regression):
+        def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+            return super().forward(torch.cat([x, 1e3 * x], dim=-1))
+
+    inner = far(RBFKernel(ard_num_dims=2))
+    kernel = ScaleKernel(inner, active_dims=[4, 5])
+    assert reset(kernel, make=Model) == pytest.approx(
+        {
+            "covar_module.outputscale": pytest.approx(0.1, abs=0.04),
+            "covar_module.base_kernel.lengthscale[0]": 1e3 * 2**0.5,
+            "covar_module.base_kernel.lengthscale[1]": 2e3 * 2**0.5,
+        }
+    )
 
 
 def test_single_inputs_are_reset_at_the_start_only() -> None:

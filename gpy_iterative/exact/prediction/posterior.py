@@ -63,7 +63,7 @@ class PathwisePosterior:
         params, kwargs: the likelihood's arguments, as in training; training inputs among them are updated.
         initial_weights: [*b, n], start of the solve.
         rank: None is 1,024, or 64 to 256 with a far field.
-        num_neighbours: None is 128, or none where the noise hides what the projections leave.
+        num_neighbours: None is 128, or none where the noise hides what the projections do not explain.
         num_frequencies: per kernel term, for sample paths.
         exact_below: largest n with variances from a Cholesky factor; for a batch of b, n b^1/2.
 

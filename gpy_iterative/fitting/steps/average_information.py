@@ -1,6 +1,7 @@
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from gpy_iterative.training.run import make_generator
 from gpy_iterative.training.training_system import num_training_data
 from gpy_iterative.worker_threads import CPU
 
+#: Nats; few data see little of any lengthscale.
+LEAST_GAIN_OF_RESET = 1.0
+#: Part of the value's standard error that other probes must leave.
+LESS_NOISE = 0.5
 #: Nats left, where one noise sample is enough.
 FAR = 100.0
 #: Of a block [n, probes]; there are twenty at once.
@@ -93,26 +98,39 @@ class AverageInformation(LevenbergMarquardt):
         return self._assessed_by(known, point, self._samples)
 
     def raise_probes(self, factor: int = 4) -> bool:
-        """Multiplies the number of probes, and draws them for this point; False, without changes, beyond `MOST_ENTRIES`."""
+        """Multiplies the number of probes; False, without changes, beyond `MOST_ENTRIES`."""
         num_probes = factor * self.mll.probes.num_probes
         if num_probes * num_training_data(self.mll.model) > MOST_ENTRIES:
             return False
-        self.mll = self.mll.variant(num_probes=num_probes, redraws=True)
+        self.mll = self.mll.variant(num_probes=num_probes)
         self._point = self._assessment = self._last = None
         return True
 
+    def redraw_probes(self) -> bool:
+        least = LESS_NOISE * self.point.error
+        redrawn = self.mll.variant(redraws=True)
+        return self._goes_on_from(self.point.position, redrawn, lambda reached: reached.error < least)
+
     def shorten_lengthscales(self) -> bool:
         position = shorter(self.coordinates, self.point, self.assess())
-        return position is not None and self._goes_on_from(position, self.mll)
+        return position is not None and self._goes_on_from(position, self.mll, self._gains)
 
     def reset_lengthscales(self, *, is_start: bool = False) -> bool:
-        position = typical(self.mll, self.coordinates, self.point, self.assess(), is_start=is_start)
+        position = typical(self.coordinates, self.point, self.assess(), is_start=is_start)
         # Probes and preconditioner of a constant or a diagonal matrix do not suit another one.
-        return position is not None and self._goes_on_from(position, self.mll.variant(redraws=True), CLEAR)
+        redrawn = self.mll.variant(redraws=True)
+        gains = partial(self._gains, least=LEAST_GAIN_OF_RESET, clear=CLEAR)
+        return position is not None and self._goes_on_from(position, redrawn, gains)
 
-    def _goes_on_from(self, position: Tensor, mll: IterativeMarginalLogLikelihood, clear: float = 0.0) -> bool:
-        """If the value grows by `LEFT` nats and `clear` of its standard errors; else nothing changes."""
-        point, known, undo_position = self.point, self.mll, self._undo_to_here()
+    def _gains(self, reached: Point, least: float = LEFT, clear: float = 0.0) -> bool:
+        """Whether the value grows by `least` nats and `clear` of its standard errors."""
+        return reached.value >= self.point.value + least + clear * math.hypot(self.point.error, reached.error)
+
+    def _goes_on_from(
+        self, position: Tensor, mll: IterativeMarginalLogLikelihood, is_better: Callable[[Point], bool]
+    ) -> bool:
+        """False, without changes, if the point there is not better."""
+        known, undo_position = self.mll, self._undo_to_here()
 
         def undo() -> None:
             self.mll = known
@@ -122,7 +140,7 @@ class AverageInformation(LevenbergMarquardt):
             self.mll = mll
             with held_warnings() as held:
                 reached = self._tried(position.clamp(self.coordinates.lower, self.coordinates.upper))
-            if reached is None or reached.value < point.value + LEFT + clear * math.hypot(point.error, reached.error):
+            if reached is None or not is_better(reached):
                 undo()
                 return False
             self._accept(reached, held, None)

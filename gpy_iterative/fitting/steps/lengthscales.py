@@ -1,15 +1,18 @@
 """Where to look for a gain that lengthscales hide. There, gradient and curvature of their logarithms vanish."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpy_iterative.fitting.coordinates import Coordinate, Coordinates
+from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.result import irrelevant_inputs
 from gpy_iterative.fitting.steps.points import Assessment, Point
 from gpy_iterative.fitting.stopping import LEFT
+from gpy_iterative.linear_operators.extensions import all_parts, sum_terms
+from gpy_iterative.linear_operators.noisy import kernel_and_noise
+from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.worker_threads import CPU
 
 #: Outputscale of a kernel that has had no effect, relative to the noise: the value rises with it if there is anything to
@@ -36,47 +39,37 @@ def shorter(coordinates: Coordinates, point: Point, found: Assessment) -> Tensor
     return point.position + torch.where(is_noticed, shorter, 0.0)
 
 
-def typical(mll: Any, coordinates: Coordinates, point: Point, found: Assessment, *, is_start: bool) -> Tensor | None:
+def typical(coordinates: Coordinates, point: Point, found: Assessment, *, is_start: bool) -> Tensor | None:
     """Position [p] with lengthscales of the inputs' spread where they have no effect; None if all have one.
 
     No gradient leads away from a kernel that is constant, diagonal or far below the noise; it also gets a visible
     outputscale. At the start, single inputs without effect are included: some explain something only together. Later,
-    steps have judged them.
+    steps have judged them. It serves models with one stationary kernel, whose inputs the system knows.
     """
-    irrelevant = irrelevant_inputs(coordinates, found.curvature.matrix)
-    kernels = [part for part in coordinates.parts if "lengthscale" in part.name]
-    useless = [part.name for part in kernels if {*part.names()} <= {*irrelevant}]
-    useful = [part.name for part in kernels if part.name not in useless]
-    chosen, values = list(irrelevant), []
-    for part in coordinates.parts:
-        value = torch.full(part.parameter.shape, torch.nan, dtype=torch.float64, device=CPU)
-        if part.name in useless or (is_start and part.name in useful):
-            value = _typical_lengthscale(part, mll).expand_as(value)
-        elif _is_outputscale(part, useless) and not _is_outputscale(part, useful):
-            value = value.fill_(FIRST_PART * _noise(point))
-            chosen += part.names()
-        values.append(value.reshape(-1))
-    logs = torch.cat(values).log()
-    is_reset = _are_in(chosen, coordinates) & logs.isfinite()
-    return torch.where(is_reset, logs, point.position) if is_reset.any() else None
-
-
-def _typical_lengthscale(part: Coordinate, mll: Any) -> Tensor:
-    """Standard deviations [d] of a kernel's inputs times d^1/2, or their norm [1]; NaN if unknown."""
-    columns = torch.cat([inputs.detach().double().flatten(0, -2) for inputs in mll.model.train_inputs], dim=-1)
-    kernel = next(module for module in mll.modules() if part.parameter in {*module.parameters(recurse=False)})
-    dims, size = getattr(kernel, "active_dims", None), part.parameter.shape[-1]
-    columns = columns if dims is None else columns[:, dims]
-    spread = (columns - columns.mean(0)).square().mean(0).sqrt().cpu()
-    if size == 1:
-        return spread.norm().reshape(1)
-    return size**0.5 * spread[:size] if size <= len(spread) else torch.full((size,), torch.nan, device=CPU)
-
-
-def _is_outputscale(part: Coordinate, kernels: Sequence[str]) -> bool:
-    """Whether it is the scale of any of these kernels, given by the names of their lengthscales."""
-    owner, _, name = part.name.rpartition(".")
-    return name == "outputscale" and part.kind == "log" and any(kernel.startswith(f"{owner}.") for kernel in kernels)
+    assert point.evaluation is not None
+    operator = point.evaluation.system.operator
+    kernels = [part for part in all_parts(operator) if isinstance(part, RadialKernelLinearOperator)]
+    lengthscales, outputscales = (
+        [part for part in coordinates.parts if part.name.endswith(name) and part.kind == "log"]
+        for name in ("lengthscale", "outputscale")
+    )
+    if len(kernels) != 1 or len(lengthscales) != 1 or kernels[0].angles or operator.batch_shape:
+        return None
+    names = lengthscales[0].names()
+    irrelevant = [name for name in irrelevant_inputs(coordinates, found.curvature.matrix) if name in names]
+    has_no_effect, inputs = len(irrelevant) == len(names), kernels[0].kernel_inputs().detach().double()
+    if not irrelevant or not (is_start or has_no_effect) or len(names) not in (1, inputs.shape[-1]):
+        return None
+    spread = (inputs - inputs.mean(0)).square().mean(0).sqrt().cpu()  # in lengthscales
+    spread = spread.norm() if len(names) == 1 else len(names) ** 0.5 * spread
+    reached = point.position.clone()
+    reached[_are_in(names, coordinates)] += spread.log()
+    is_alone = sum(1 for _ in sum_terms(kernel_and_noise(operator)[0])) == 1
+    if has_no_effect and is_alone and len(outputscales) == 1 and outputscales[0].parameter.numel() == 1:
+        irrelevant += outputscales[0].names()
+        reached[_are_in(outputscales[0].names(), coordinates)] = math.log(FIRST_PART * _noise(point))
+    is_reset = _are_in(irrelevant, coordinates) & reached.isfinite()
+    return torch.where(is_reset, reached, point.position) if is_reset.any() else None
 
 
 @torch.no_grad()

@@ -74,8 +74,12 @@ class LevenbergMarquardt(ABC):
         """Samples [k, p] of the gradient's noise; None for an exact one."""
         return None
 
-    def raise_probes(self, factor: int = 4) -> bool:
-        """Takes new and more probes; False, without changes, where that is not possible."""
+    def raise_probes(self) -> bool:
+        """Takes more probes; False, without changes, where that is not possible."""
+        return False
+
+    def redraw_probes(self) -> bool:
+        """Draws probes and preconditioner for this point; False, without changes, if that hardly lowers the noise."""
         return False
 
     def shorten_lengthscales(self) -> bool:
