@@ -1,6 +1,5 @@
 """Where to look for a gain that lengthscales hide. There, gradient and curvature of their logarithms vanish."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -67,17 +66,17 @@ def typical(coordinates: Coordinates, point: Point, found: Assessment, *, is_sta
     is_alone = sum(1 for _ in sum_terms(kernel_and_noise(operator)[0])) == 1
     if has_no_effect and is_alone and len(outputscales) == 1 and outputscales[0].parameter.numel() == 1:
         irrelevant += outputscales[0].names()
-        reached[_are_in(outputscales[0].names(), coordinates)] = math.log(FIRST_PART * _noise(point))
+        reached[_are_in(outputscales[0].names(), coordinates)] = (FIRST_PART * _noise(point)).log()
     is_reset = _are_in(irrelevant, coordinates) & reached.isfinite()
     return torch.where(is_reset, reached, point.position) if is_reset.any() else None
 
 
 @torch.no_grad()
-def _noise(point: Point) -> float:
+def _noise(point: Point) -> Tensor:
     """r^T a / a^T a with a = H^-1 r for the residual r: the noise variance, as a is mostly noise."""
     assert point.evaluation is not None
     residual, weights = point.evaluation.system.residual.double(), point.evaluation.estimate.weights.double()
-    return float((residual * weights).sum() / weights.square().sum())
+    return ((residual * weights).sum() / weights.square().sum()).cpu()
 
 
 def _are_in(names: Sequence[str], coordinates: Coordinates) -> Tensor:
