@@ -117,10 +117,11 @@ class AverageInformation(LevenbergMarquardt):
 
     def reset_lengthscales(self, *, is_start: bool = False) -> bool:
         position = typical(self.coordinates, self.point, self.assess(), is_start=is_start)
+        if position is None:
+            return False
         # Probes and preconditioner of a constant or a diagonal matrix do not suit another one.
         redrawn = self.mll.variant(redraws=True)
-        gains = partial(self._gains, least=LEAST_GAIN_OF_RESET, clear=CLEAR)
-        return position is not None and self._goes_on_from(position, redrawn, gains)
+        return self._goes_on_from(position, redrawn, partial(self._gains, least=LEAST_GAIN_OF_RESET, clear=CLEAR))
 
     def _gains(self, reached: Point, least: float = LEFT, clear: float = 0.0) -> bool:
         """Whether the value grows by `least` nats and `clear` of its standard errors."""

@@ -1,11 +1,12 @@
 """Where to look for a gain that lengthscales hide. There, gradient and curvature of their logarithms vanish."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import torch
+from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.fitting.coordinates import Coordinate, Coordinates
 from gpy_iterative.fitting.result import irrelevant_inputs
 from gpy_iterative.fitting.steps.points import Assessment, Point
 from gpy_iterative.fitting.stopping import LEFT
@@ -34,8 +35,8 @@ def shorter(coordinates: Coordinates, point: Point, found: Assessment) -> Tensor
     is_noticed = is_far & is_seen & ~found.held
     if not is_noticed.any():
         return None
-    shorter = -0.5 * torch.log1p(-2 * gradient / information).minimum(-0.5 * information.log())
-    return point.position + torch.where(is_noticed, shorter, 0.0)
+    change = -0.5 * torch.log1p(-2 * gradient / information).minimum(-0.5 * information.log())
+    return point.position + torch.where(is_noticed, change, 0.0)
 
 
 def typical(coordinates: Coordinates, point: Point, found: Assessment, *, is_start: bool) -> Tensor | None:
@@ -47,28 +48,38 @@ def typical(coordinates: Coordinates, point: Point, found: Assessment, *, is_sta
     """
     assert point.evaluation is not None
     operator = point.evaluation.system.operator
-    kernels = [part for part in all_parts(operator) if isinstance(part, RadialKernelLinearOperator)]
-    lengthscales, outputscales = (
-        [part for part in coordinates.parts if part.name.endswith(name) and part.kind == "log"]
-        for name in ("lengthscale", "outputscale")
-    )
-    if len(kernels) != 1 or len(lengthscales) != 1 or kernels[0].angles or operator.batch_shape:
+    kernel, lengthscale = _stationary_kernel(operator), _only_positive(coordinates, "lengthscale")
+    if kernel is None or lengthscale is None:
         return None
-    names = lengthscales[0].names()
-    irrelevant = [name for name in irrelevant_inputs(coordinates, found.curvature.matrix) if name in names]
-    has_no_effect, inputs = len(irrelevant) == len(names), kernels[0].kernel_inputs().detach().double()
+    names, inputs = lengthscale.names(), kernel.kernel_inputs().detach()
+    irrelevant = {*names}.intersection(irrelevant_inputs(coordinates, found.curvature.matrix))
+    has_no_effect = len(irrelevant) == len(names)
     if not irrelevant or not (is_start or has_no_effect) or len(names) not in (1, inputs.shape[-1]):
         return None
-    spread = (inputs - inputs.mean(0)).square().mean(0).sqrt().cpu()  # in lengthscales
+    spread = (inputs.double() - inputs.double().mean(0)).square().mean(0).sqrt().cpu()  # in lengthscales
     spread = spread.norm() if len(names) == 1 else len(names) ** 0.5 * spread
-    reached = point.position.clone()
+    reached, is_reset = point.position.clone(), _are_in(irrelevant, coordinates)
     reached[_are_in(names, coordinates)] += spread.log()
-    is_alone = sum(1 for _ in sum_terms(kernel_and_noise(operator)[0])) == 1
-    if has_no_effect and is_alone and len(outputscales) == 1 and outputscales[0].parameter.numel() == 1:
-        irrelevant += outputscales[0].names()
-        reached[_are_in(outputscales[0].names(), coordinates)] = (FIRST_PART * _noise(point)).log()
-    is_reset = _are_in(irrelevant, coordinates) & reached.isfinite()
+    outputscale = _only_positive(coordinates, "outputscale")
+    is_single_term = sum(1 for _ in sum_terms(kernel_and_noise(operator)[0])) == 1
+    if has_no_effect and is_single_term and outputscale is not None and outputscale.parameter.numel() == 1:
+        is_scale = _are_in(outputscale.names(), coordinates)
+        reached[is_scale] = (FIRST_PART * _noise(point)).log()
+        is_reset |= is_scale
+    is_reset &= reached.isfinite()
     return torch.where(is_reset, reached, point.position) if is_reset.any() else None
+
+
+def _stationary_kernel(operator: LinearOperator) -> RadialKernelLinearOperator | None:
+    """The only one of an unbatched operator, if its inputs are not angles of a period."""
+    found = [part for part in all_parts(operator) if isinstance(part, RadialKernelLinearOperator)]
+    return found[0] if len(found) == 1 and not found[0].angles and not operator.batch_shape else None
+
+
+def _only_positive(coordinates: Coordinates, name: str) -> Coordinate | None:
+    """The positive parameter of this name, if there is just one."""
+    found = [part for part in coordinates.parts if part.name.endswith(name) and part.kind == "log"]
+    return found[0] if len(found) == 1 else None
 
 
 @torch.no_grad()
@@ -79,5 +90,5 @@ def _noise(point: Point) -> Tensor:
     return ((residual * weights).sum() / weights.square().sum()).cpu()
 
 
-def _are_in(names: Sequence[str], coordinates: Coordinates) -> Tensor:
+def _are_in(names: Collection[str], coordinates: Coordinates) -> Tensor:
     return torch.tensor([name in names for name in coordinates.names], device=CPU)
