@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def given_or_seeded(generator: torch.Generator | None) -> torch.Generator:
+    """None is a new generator with seed 0."""
+    return torch.Generator().manual_seed(0) if generator is None else generator
+
+
 def normal(
     shape: Sequence[int],
     generator: torch.Generator,

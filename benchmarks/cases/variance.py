@@ -1,12 +1,16 @@
-"""Error and cost of predictive variances that no Cholesky factor stands behind."""
+"""Error and cost of predictive variances that no Cholesky factor stands behind, and of what joint predictions give."""
 
+import copy
 import math
 import time
 from collections.abc import Sequence
 
+import gpytorch
 import numpy as np
 import pandas as pd
 import torch
+from gpytorch.distributions import MultivariateNormal
+from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks.command_line import app, console, finish
@@ -79,6 +83,82 @@ def variance_error_table(
     return pd.DataFrame(table)
 
 
+def joint_table(
+    cases: Sequence[str] = (PLANE, "elevators", "protein"),
+    *,
+    rows: int = 3000,
+    num_points: int = 1500,
+    steps: int = 60,
+) -> pd.DataFrame:
+    """Samples and joint log density of noisy test targets, in float32, by GPyTorch's defaults and by ours.
+
+    Args:
+        num_points: more than 800, beyond which GPyTorch takes Lanczos and conjugate gradients.
+        cases, rows, steps: as in `variance_error_table`.
+
+    Returns:
+        Columns case, prediction ("GPyTorch"; "GPyTorch, exact": the exact mean and covariance, given to GPyTorch's
+        distribution; "gpy_iterative"), least, median and most (variance of samples over variance), log_density (a point),
+        exact (log density in float64), seconds (of the posterior, density and samples).
+    """
+    table = []
+    for case in cases:
+        dtype = torch.float32
+        split, model = _plane(rows, num_points, dtype) if case == PLANE else _fitted(case, rows, dtype, steps)
+        x, y = split.test_x[:num_points], split.test_y[:num_points]
+        exact = _exact(model, split, x)
+        density = torch.distributions.MultivariateNormal(*exact).log_prob(y.double()) / len(y)
+        ways = {
+            "GPyTorch": lambda model=model, x=x: _noisy(model, x),
+            "GPyTorch, exact": lambda exact=exact: MultivariateNormal(*(tensor.float() for tensor in exact)),
+            "gpy_iterative": lambda model=model, x=x: _noisy(model, x, installs=True),
+        }
+        for name, predict in ways.items():
+            start = time.perf_counter()
+            with torch.no_grad():
+                prediction = predict()
+                log_density = prediction.log_prob(y) / len(y)
+                least, median, most = _part_of_variance(prediction)
+            table.append(
+                {
+                    "case": case,
+                    "prediction": name,
+                    "least": least,
+                    "median": median,
+                    "most": most,
+                    "log_density": float(log_density),
+                    "exact": float(density),
+                    "seconds": time.perf_counter() - start,
+                }
+            )
+    return pd.DataFrame(table)
+
+
+def _noisy(model: MaternRegression, x: Tensor, *, installs: bool = False) -> MultivariateNormal:
+    model = copy.deepcopy(model).eval()
+    if installs:
+        PathwisePosterior(model, model.likelihood).install()
+    return model.likelihood(model(x))
+
+
+@torch.no_grad()
+def _exact(model: MaternRegression, split: Split, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of targets at x, by GPyTorch's Cholesky factors in float64."""
+    model = copy.deepcopy(model).double()
+    model.set_train_data(split.train_x.double(), split.train_y.double(), strict=False)
+    with gpytorch.settings.max_cholesky_size(100_000):
+        prediction = _noisy(model, x.double())
+        return prediction.mean, prediction.covariance_matrix
+
+
+def _part_of_variance(prediction: MultivariateNormal) -> list[float]:
+    """Variance of 300 samples over variance: smallest, median and largest of all points."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # GPyTorch draws from the global generator
+        parts = prediction.rsample(torch.Size([300])).var(0) / prediction.variance
+    return [float(part) for part in torch.quantile(parts, torch.tensor([0.0, 0.5, 1.0]))]
+
+
 def _fitted(case: str, rows: int, dtype: torch.dtype, steps: int) -> tuple[Split, MaternRegression]:
     """Hyperparameters from a few steps on the exact marginal likelihood."""
     split = load(case, rows=rows, dtype=dtype)
@@ -108,3 +188,12 @@ def variance(rows: int = 1500, num_points: int = 500, steps: int = 60) -> None:
     frame = variance_error_table(rows=rows, num_points=num_points, steps=steps)
     console.print(frame.to_string())
     finish("variance", {"rows": rows, "steps": steps}, torch.get_num_threads(), table=frame.to_dict("records"))
+
+
+@app.command()
+def joint(rows: int = 3000, num_points: int = 1500, steps: int = 60) -> None:
+    """Samples and log densities of many points at once, by GPyTorch's posterior and by ours."""
+    frame = joint_table(rows=rows, num_points=num_points, steps=steps)
+    console.print(frame.to_string())
+    options = {"rows": rows, "num_points": num_points, "steps": steps}
+    finish("joint", options, torch.get_num_threads(), table=frame.to_dict("records"))

@@ -30,6 +30,7 @@ from gpy_iterative.laplace.paths import (
     latent_covariance,
 )
 from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, point_blocks
+from gpy_iterative.linear_operators.predicted import CovarianceSumLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.solution import Solution, SolveStatus
 from gpy_iterative.random_numbers import normal
@@ -140,7 +141,7 @@ class LaplacePosterior:
             if batch:
                 prior = to_linear_operator(latent_covariance(fit.snapshot.copies()[0], points, self._products))
             mean, root = mean.to(prior.dtype), root.to(prior.dtype)
-            covariance = prior.clone() - RootLinearOperator(root)
+            covariance = CovarianceSumLinearOperator(prior.clone(), -1 * RootLinearOperator(root))
             if fit.is_single:
                 return MultivariateNormal(mean.squeeze(-1), covariance)
             return MultitaskMultivariateNormal(mean, covariance)

@@ -21,7 +21,7 @@ from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.linear_solvers.stochastic_descent import WayBack, largest_eigenvalue
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.nystrom import Nystrom
-from gpy_iterative.random_numbers import permutation
+from gpy_iterative.random_numbers import given_or_seeded, permutation
 
 #: Mu over its maximum, block_size / n. Iterates oscillate if it is too small.
 CONVEXITY = 1 / 3
@@ -61,7 +61,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         check_count("rank", self.rank, optional=True)
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
-        generator = torch.Generator().manual_seed(0) if inputs.generator is None else inputs.generator
+        generator = given_or_seeded(inputs.generator)
         return self._begin(iterate, generator, is_accelerated=True)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:

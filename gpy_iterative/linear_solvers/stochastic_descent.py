@@ -19,7 +19,7 @@ from gpy_iterative.checks import check_count, check_number, check_positive
 from gpy_iterative.linear_operators.extensions import dense_rows, rows_matmul
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.columns import READS_EVERY, Iterate
-from gpy_iterative.random_numbers import normal, permutation
+from gpy_iterative.random_numbers import given_or_seeded, normal, permutation
 from gpy_iterative.worker_threads import CPU
 
 #: Power iterations stop when the eigenvalue grows by less than this part.
@@ -96,7 +96,7 @@ class StochasticDescent(IterativeSolver[State]):
         """The state's tensors, without velocity."""
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> State:
-        generator = torch.Generator().manual_seed(0) if inputs.generator is None else inputs.generator
+        generator = given_or_seeded(inputs.generator)
         rate, setup = self.learning_rate, 0
         if rate is None:
             largest, setup = largest_eigenvalue(operator, generator)

@@ -14,7 +14,7 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe, NystromFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import factor_on
-from gpy_iterative.random_numbers import normal
+from gpy_iterative.random_numbers import given_or_seeded, normal
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Nystrom(LowRankRecipe):
         The mean remaining diagonal replaces unknown noise. Cost: one product with k columns, 3 n k^2 multiply-adds.
         """
         kernel, diagonal, noise = kernel_and_noise(operator)
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        generator = given_or_seeded(generator)
         shape = (*diagonal.shape, min(self.rank, diagonal.shape[-1]))
         drawn = normal(shape, generator, operator.device, operator.dtype)
         test_matrix = cast(Tensor, torch.linalg.qr(drawn).Q)  # basis C

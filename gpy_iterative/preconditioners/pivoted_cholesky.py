@@ -19,7 +19,7 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, LowRankRecipe
-from gpy_iterative.random_numbers import uniform
+from gpy_iterative.random_numbers import given_or_seeded, uniform
 from gpy_iterative.worker_threads import CPU
 
 NOT_FINITE = "The kernel matrix has NaN or infinite entries. Check the data and the hyperparameters."
@@ -80,7 +80,7 @@ class PivotedCholesky(LowRankRecipe):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """L [*b, n, k], its pivots [*b, k] and raised jitter [*b], see `build`."""
         kernel, diagonal, _ = kernel_and_noise(operator)
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        generator = given_or_seeded(generator)
         batch, size = diagonal.shape[:-1], diagonal.shape[-1]
         members = []
         for index in itertools.product(*map(range, batch)):

@@ -19,6 +19,7 @@ from gpy_iterative.preconditioners.neighbours import maximin_order, previous_nei
 from gpy_iterative.preconditioners.pivoted_cholesky import NOT_FINITE
 from gpy_iterative.preconditioners.preconditioner import PreconditionerRecipe
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
+from gpy_iterative.random_numbers import given_or_seeded
 from gpy_iterative.worker_threads import ByDevice, run
 
 #: Inputs up to which the maximin order is better than a random one; beyond, either may be, and it costs time.
@@ -47,7 +48,7 @@ class Vecchia(PreconditionerRecipe):
     @torch.no_grad()
     def choices(self, operator: LinearOperator, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """The order of elimination [n]."""
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        generator = given_or_seeded(generator)
         points = _points(operator)
         is_map = points.shape[-1] <= MOST_INPUTS_OF_MAPS
         order = maximin_order(points, generator) if is_map else random_order(len(points), generator)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.variational import _VariationalDistribution
-from linear_operator.operators import DiagLinearOperator, RootLinearOperator
+from linear_operator.operators import DiagLinearOperator, PsdSumLinearOperator, RootLinearOperator
 from torch import Tensor
 from torch.nn import Parameter, functional
 
@@ -121,7 +121,10 @@ class FeatureWeights(_VariationalDistribution):
         head = functional.pad(self.head_variances.detach(), (self.num_dense_columns, 0))
         tail = (2 * self.tail_log_diagonal.detach().squeeze(-1)).exp()
         variances = torch.cat([head, tail.expand(self.num_tail) if self.shared_diagonal else tail])
-        return MultivariateNormal(self.mean, RootLinearOperator(root) + DiagLinearOperator(variances))
+        # Samples are sums of samples.
+        return MultivariateNormal(
+            self.mean, PsdSumLinearOperator(RootLinearOperator(root), DiagLinearOperator(variances))
+        )
 
     def initialize_variational_distribution(self, prior_dist: MultivariateNormal) -> None:
         """Sets mean and variance [m]; the first step keeps them."""

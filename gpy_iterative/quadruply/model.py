@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from gpy_iterative.checks import check_autocast, check_count, check_finite, check_same_kind
-from gpy_iterative.exact.prediction.covariance import DenseOnRequestLinearOperator
+from gpy_iterative.linear_operators.predicted import DenseOnRequestLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
 from gpy_iterative.quadruply.feature_weights import FeatureWeights, WeightRows

@@ -15,6 +15,7 @@ from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateDirections
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveStats, SolveStatus
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
+from gpy_iterative.random_numbers import given_or_seeded
 from gpy_iterative.randomized.truncation import Truncation, check_truncation, draw_stops, survival_table, within
 from gpy_iterative.worker_threads import CPU, divided
 
@@ -193,7 +194,7 @@ def russian_roulette_solve(
     if operator.batch_shape:
         raise ValueError(f"A series is run for one system at a time, got a batch {tuple(operator.batch_shape)}.")
     LinearSystem(operator, block, groups)  # checks its arguments
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    generator = given_or_seeded(generator)
     overhead = 1.0
     if isinstance(preconditioner, PreconditionerRecipe):
         preconditioner = preconditioner.build(operator, generator=generator)

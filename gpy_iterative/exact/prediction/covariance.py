@@ -1,52 +1,17 @@
 from typing import Any
 
 import torch
-from linear_operator import LinearOperator, to_linear_operator
+from linear_operator import LinearOperator
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from gpy_iterative.exact.prediction.blocks import converted, row_block, row_group
 from gpy_iterative.exact.prediction.projection import Projection
+from gpy_iterative.linear_operators.predicted import DenseOnRequestLinearOperator
 from gpy_iterative.training.progress import Progress, reporting
 
 #: Half a gigabyte in float64.
 CHUNK_NUMBERS = 2**26
-
-
-class DenseOnRequestLinearOperator(LinearOperator):
-    """A covariance with its own diagonal; all else comes from a matrix `_evaluated()` [*b, t, t]."""
-
-    def _evaluated(self) -> Tensor:
-        raise NotImplementedError
-
-    def to_dense(self) -> Tensor:
-        kept: Tensor | None = self.__dict__.get("_dense")
-        if kept is None:
-            kept = self._evaluated()
-            if not any(tensor.requires_grad for tensor in self.representation()):
-                self.__dict__["_dense"] = kept
-        return kept
-
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.to_dense() @ rhs
-
-    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        return to_linear_operator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
-
-    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
-        return self.to_dense()[(*batch_indices, row_index, col_index)]
-
-    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
-        return to_linear_operator(self.to_dense().expand(*batch_shape, *self.matrix_shape))
-
-    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
-        return to_linear_operator(self.to_dense().unsqueeze(dim))
-
-    def _permute_batch(self, *dims: int) -> LinearOperator:
-        return to_linear_operator(self.to_dense().permute(*dims, -2, -1))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_dense"}
 
 
 class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):

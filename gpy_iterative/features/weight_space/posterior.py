@@ -9,7 +9,7 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
-from linear_operator.operators import DiagLinearOperator, RootLinearOperator
+from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, checked_seed
@@ -17,6 +17,7 @@ from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
 from gpy_iterative.exact.validation import check_likelihood
 from gpy_iterative.features.weight_space.problem import WeightSpacePrior, WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics
+from gpy_iterative.linear_operators.predicted import RootCovarianceLinearOperator
 from gpy_iterative.random_numbers import normal
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
@@ -90,7 +91,7 @@ class WeightSpacePosterior:
             weight_space = WeightSpacePrior(prior)
             basis, jitter = weight_space.features().basis.double(), weight_space.jitter
             mean = prior.loc + (basis @ weights.mean.unsqueeze(-1)).squeeze(-1).to(prior.loc)
-            covariance = RootLinearOperator((basis @ weights.root).to(prior.loc))
+            covariance = RootCovarianceLinearOperator((basis @ weights.root).to(prior.loc))
             return MultivariateNormal(mean, covariance if jitter is None else covariance + DiagLinearOperator(jitter))
 
     def sample_paths(self, num_paths: int) -> "WeightSpacePaths":

@@ -20,7 +20,7 @@ from gpy_iterative.laplace.newton.basis import ActionBasis, GalerkinSystem
 from gpy_iterative.laplace.newton.dense import LaplaceCholesky
 from gpy_iterative.laplace.newton.preconditioning import LatentFactor, NewtonPreconditioner, latent_factor
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe
-from gpy_iterative.random_numbers import normal
+from gpy_iterative.random_numbers import given_or_seeded, normal
 from gpy_iterative.worker_threads import divided
 
 EXACT_LATENTS = 2000
@@ -104,7 +104,7 @@ class Subspace(Inverse):
 class _SubspaceSteps(StepSolver):
     def __init__(self, problem: Problem, options: LaplaceNewton) -> None:
         self._problem, self._options = problem, options
-        self._generator = torch.Generator().manual_seed(0) if problem.generator is None else problem.generator
+        self._generator = given_or_seeded(problem.generator)
         self._num_further = options.num_covariance_actions or 0
         known = 0 if problem.initial_solution is None else problem.initial_solution.inverse.rank
         added = options.max_inner * (1 if options.preconditioner is None else 2) + self._num_further
