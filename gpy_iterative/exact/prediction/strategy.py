@@ -1,3 +1,4 @@
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 class PathwisePredictionStrategy:
     """GPyTorch's prediction strategy for a `PathwisePosterior`.
 
-    GPyTorch places K(x, x) of a `GridInterpolationKernel` without `grid_bounds` on another grid. Gradients flow to test
-    inputs; those to hyperparameters are incomplete.
+    GPyTorch places K(x, x) of a `GridInterpolationKernel` without `grid_bounds` on another grid. Gradients are by test
+    inputs; by hyperparameters there are none, or incomplete ones where test inputs require gradients.
     """
 
     def __init__(self, posterior: "PathwisePosterior") -> None:
@@ -52,10 +53,14 @@ class PathwisePredictionStrategy:
         """Mean [*b, t] and lazy covariance [*b, t, t]. ValueError as `PathwisePosterior.check_grids`."""
         check_autocast()
         self._posterior.check_grids()
-        solves, blocks = self._posterior.solves, (test_test_covar, test_train_covar)
+        solves, blocks = self._posterior.solves, [to_linear_operator(b) for b in (test_test_covar, test_train_covar)]
+        # Outside of `torch.no_grad`, a graph of hyperparameters would hold several matrices K(x, X).
+        tensors = [test_mean, *(tensor for block in blocks for tensor in block.representation())]
+        if not _depend_on_others(tensors, self._posterior.model.parameters()):
+            test_mean, blocks = test_mean.detach(), [block.detach() for block in blocks]
         # Only the mean or the targets may have a batch.
         batch = torch.broadcast_shapes(solves.system.batch_shape, test_mean.shape[:-1], test_test_covar.shape[:-2])
-        return self._posterior.condition(solves, test_mean, *(expanded(to_linear_operator(b), batch) for b in blocks))
+        return self._posterior.condition(solves, test_mean, *(expanded(block, batch) for block in blocks))
 
     def get_fantasy_strategy(
         self,
@@ -71,3 +76,19 @@ class PathwisePredictionStrategy:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """None, as in GPyTorch."""
+
+
+def _depend_on_others(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> bool:
+    """Whether gradients of the tensors flow to other leaves than these parameters."""
+    known, seen = {id(parameter) for parameter in parameters}, set()
+    waiting = [tensor.grad_fn for tensor in tensors]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False

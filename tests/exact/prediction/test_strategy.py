@@ -126,3 +126,21 @@ def test_a_model_that_reads_gpytorchs_caches_is_told_what_to_do() -> None:
     with pytest.raises(AttributeError, match=r"'lik_train_train_covar'.*model\.train\(\); model\.eval\(\) restores"):
         _ = case.model.prediction_strategy.lik_train_train_covar
     assert not hasattr(copy.copy(case.model.prediction_strategy), "mean_cache")
+
+
+@pytest.mark.parametrize("name", ["matern-3/2", "deep", "multitask", "linear"])
+def test_a_prediction_holds_a_graph_only_for_test_inputs(name: str) -> None:
+    """A graph of hyperparameters would hold several matrices of all test and training points."""
+    case = CASES[name]()
+    PathwisePosterior(case.model, case.likelihood).install()
+    x = case.x[:4] + 0.01
+    without = case.model(x)
+    assert not without.mean.requires_grad
+    assert not without.variance.requires_grad
+    for shift in (x.clone().requires_grad_(), torch.zeros(3, dtype=x.dtype).requires_grad_()):
+        points = shift if shift.dim() == 2 else x + 2 * shift
+        found = case.model(points)
+        torch.testing.assert_close(found.variance, without.variance)
+        for part in (found.mean, found.variance):
+            (gradient,) = torch.autograd.grad(part.sum(), shift, retain_graph=True)
+            assert gradient.abs().max() > 1e-6
