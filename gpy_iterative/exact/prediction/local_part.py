@@ -3,6 +3,7 @@
 With a far field and one kernel a tree finds the nearest, else the largest remaining correlations are taken.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +23,6 @@ from gpy_iterative.worker_threads import run
 MAX_PAIRWISE = 2048
 #: Points per task of a CPU thread: their systems fit its cache.
 POINTS = 16
-ALL = slice(None)
 #: Relative jitters; the last ones for float32, where R may be only rounding errors.
 JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 #: Error of an entry of R, in machine epsilons of the prior variance.
@@ -111,7 +111,7 @@ class Neighbours:
         rows = torch.unravel_index(rows, self.test_train.shape[:-1])
         return self.test_train[(*rows, columns.flatten())].view(index.shape)
 
-    def _weighted(self, points: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
+    def _weighted(self, points: slice) -> tuple[Tensor, Tensor, Tensor]:
         """R [*batch, t, k, k], k' and weights [*batch, t, k]."""
         index = self.index[..., points, :]
         rows = self._rows(index)
@@ -125,10 +125,13 @@ class Neighbours:
 
     def explained_variance(self) -> Tensor:
         """2 g^T k' - g^T R g, [*batch, t]: correct despite rounding errors of g."""
+        return torch.cat(self._of_parts(self._explained), dim=-1)
+
+    def _of_parts(self, function: Callable[[slice], Tensor]) -> list[Tensor]:
         size = self.points[-1]
         length = POINTS if self.index.device.type == "cpu" else size
         parts = [slice(start, start + length) for start in range(0, size, length)]
-        return torch.cat(run([partial(self._explained, part) for part in parts]), dim=-1)
+        return run([partial(function, part) for part in parts])
 
     def _explained(self, points: slice) -> Tensor:
         covariance, correlation, weights = self._weighted(points)
@@ -136,7 +139,7 @@ class Neighbours:
 
     def explained_covariance(self) -> Tensor:
         """G^T K' + K'^T G - G^T R G, [*batch, t, t]."""
-        weights = self._weighted()[-1]
+        weights = torch.cat(self._of_parts(lambda points: self._weighted(points)[-1]), dim=-2)
         is_small = self.index.shape[-1] * self.index.shape[-2] <= MAX_PAIRWISE
         cross, square = self._pairwise(weights) if is_small else self._by_products(weights)
         rounding = self.rounding * weights.square().sum(-1, keepdim=True)

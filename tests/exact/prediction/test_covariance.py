@@ -110,6 +110,19 @@ def test_variances_need_no_matrix_of_all_points(name: str) -> None:
     assert largest.numel <= 540 * 3 * 2  # joint inputs; a chunk's tile has 20 * 40 numbers
 
 
+def test_covariances_need_no_blocks_of_all_points() -> None:
+    """The neighbours' blocks and rows are of some points at a time."""
+    case = CASES["matern-3/2"]()
+    posterior = PathwisePosterior(
+        case.model, case.likelihood, solver=ConjugateGradients(), exact_below=0, rank=30, num_neighbours=30
+    )
+    posterior.solves.projection()
+    with Largest() as largest:
+        covariance = posterior(held_out_points(200)).covariance_matrix
+    assert covariance.shape == (200, 200)
+    assert 200 * 200 <= largest.numel < 200 * 30 * 30
+
+
 @pytest.mark.parametrize("exact_below", [0, 3000], ids=["projected", "exact"])
 def test_points_in_batches_do_not_repeat_a_batch_of_models(exact_below: int) -> None:
     """As BoTorch's acquisition functions ask models of several outputs."""
