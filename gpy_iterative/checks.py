@@ -1,7 +1,7 @@
 """Checks of options and data."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from numbers import Integral, Real
 from typing import Any
 
@@ -21,6 +21,11 @@ def check_count(name: str, value: Any, *, least: int = 1, optional: bool = False
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
 
 
 def check_instance(name: str, value: Any, kind: type, example: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from gpytorch import kernels
 
 import gpy_iterative as gpi
-from gpy_iterative.checks import check_count, check_fraction, check_positive
+from gpy_iterative.checks import check_choice, check_count, check_fraction, check_positive
 from gpy_iterative.exact.probes import Rademacher
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from tests.exact.gaussian_models import regression
@@ -37,6 +37,14 @@ def test_only_an_optional_count_may_be_none() -> None:
     check_count("rank", None, optional=True)
     with pytest.raises(ValueError, match="rank must be a whole number, got None"):
         check_count("rank", None)
+
+
+@pytest.mark.parametrize("bad", ["mean", "", None, 1, ["median"]])  # a list has no hash
+def test_choices(bad: object) -> None:
+    for choices in (("median", "mode"), {"median": 1, "mode": 2}):
+        check_choice("centre", "mode", choices)
+        with pytest.raises(ValueError, match=f"centre must be one of median, mode, got {re.escape(repr(bad))}"):
+            check_choice("centre", bad, choices)
 
 
 SEEDED: dict[str, Callable] = {

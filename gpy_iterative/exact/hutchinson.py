@@ -9,6 +9,7 @@ import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 
+from gpy_iterative.checks import check_choice
 from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
 from gpy_iterative.exact.probes import Gaussian, Preconditioned, Rademacher
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -64,8 +65,7 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         generator: torch.Generator | int | None = None,
         progress: Progress = False,
     ) -> None:
-        if probes not in tuple(_DISTRIBUTIONS):  # of any type, also one without a hash
-            raise ValueError(f"probes must be one of {', '.join(_DISTRIBUTIONS)}, got {probes!r}.")
+        check_choice("probes", probes, _DISTRIBUTIONS)
         super().__init__(
             likelihood,
             model,

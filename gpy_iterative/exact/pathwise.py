@@ -10,7 +10,7 @@ import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 
-from gpy_iterative.checks import check_flag
+from gpy_iterative.checks import check_choice, check_flag
 from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
 from gpy_iterative.exact.probes import ExactPrior, ProbeDistribution, RandomFeatures
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -60,8 +60,7 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         generator: torch.Generator | int | None = None,
         progress: Progress = False,
     ) -> None:
-        if prior not in ("features", "exact"):
-            raise ValueError(f"prior must be 'features' or 'exact', got {prior!r}.")
+        check_choice("prior", prior, ("features", "exact"))
         check_flag("corrected", corrected)
         probes: ProbeDistribution
         if prior == "exact":

@@ -8,7 +8,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from gpy_iterative.checks import check_flag
+from gpy_iterative.checks import check_choice, check_flag
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood, num_steps
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import (
@@ -69,8 +69,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         centred: bool = True,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        if update not in ("natural", "gradient"):
-            raise ValueError(f"update must be 'natural' or 'gradient', got {update!r}.")
+        check_choice("update", update, ("natural", "gradient"))
         if update == "gradient" and tracker_rate is not None:
             raise ValueError(
                 "tracker_rate is an option of update='natural'; with 'gradient' the optimiser has the rate."

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 import torch
 from gpytorch.kernels import InducingPointKernel
 
+from gpy_iterative.checks import check_choice
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
 from gpy_iterative.exact.validation import checked_system
 from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
@@ -26,8 +27,7 @@ class Choice:
 
 
 def choose(mll: Any, method: Method, batches: object | None, params: Sequence[Any] = ()) -> Choice:
-    if method not in get_args(Method):
-        raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
+    check_choice("method", method, get_args(Method))
     if method not in ("auto", "adam") and batches is not None:
         raise ValueError(f"{method!r} takes all data in every step: use batches=None, or method='adam'.")
     if method == "adam":

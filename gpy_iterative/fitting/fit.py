@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from gpytorch.mlls import MarginalLogLikelihood, SumMarginalLogLikelihood
 
-from gpy_iterative.checks import check_count, check_params
+from gpy_iterative.checks import check_choice, check_count, check_params
 from gpy_iterative.errors import CheckpointError
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.fitting.checkpoint import Checkpoint, check_can_save, read_checkpoint
@@ -106,8 +106,7 @@ def fit(
         steps = MAX_STEPS[choice.method] if max_steps is None else max_steps
         check_count("max_steps", steps)
         check_progress(progress)
-        if start not in ("current", "subsets"):
-            raise ValueError(f"start must be 'current' or 'subsets', got {start!r}.")
+        check_choice("start", start, ("current", "subsets"))
         path = None if checkpoint is None else Path(checkpoint)
         if path is not None and path.is_dir():
             raise ValueError(f"checkpoint={str(path)!r} is a folder: give the name of a file in it.")

@@ -12,7 +12,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.checks import check_autocast, check_count, check_fraction, check_instance
+from gpy_iterative.checks import check_autocast, check_choice, check_count, check_fraction, check_instance
 from gpy_iterative.errors import ConvergenceWarning, warn
 from gpy_iterative.exact.validation import check_layers
 from gpy_iterative.laplace.elbo import exact_bound, subspace_bound
@@ -121,8 +121,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
                 "The likelihood is not the model's own, with which the model predicts: pass model.likelihood, or make the "
                 "model with this one."
             )
-        if objective not in get_args(Objective):
-            raise ValueError(f"objective must be one of {', '.join(get_args(Objective))}, got {objective!r}.")
+        check_choice("objective", objective, get_args(Objective))
         check_count("num_probes", num_probes)
         check_fraction("tolerance", tolerance)
         check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")

@@ -1,7 +1,7 @@
 """Laplace's model."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import gpytorch
 import torch
@@ -10,12 +10,11 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import GP
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_finite, check_instance, checked_seed
+from gpy_iterative.checks import check_choice, check_count, check_finite, check_instance, checked_seed
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood, check_laplace_likelihood
 from gpy_iterative.laplace.likelihoods.predictive import (
     LatentMarginals,
     PredictiveMethod,
-    check_predictive_method,
     class_probabilities,
     predictive_log_probs,
 )
@@ -188,7 +187,7 @@ class IterativeLaplaceGP(GP):
             UnsupportedLikelihoodError: a likelihood without classes.
             ValueError: unsuitable inputs, an unknown method.
         """
-        check_predictive_method(method)
+        check_choice("method", method, get_args(PredictiveMethod))
         mean, covariance = self.posterior().moments(*inputs)
         points = mean.flatten(0, -2), covariance.flatten(0, -3)
         with torch.no_grad():
@@ -215,7 +214,7 @@ class IterativeLaplaceGP(GP):
             ValueError: inputs or targets that do not fit, targets outside the support.
             TypeError: targets that are no tensor.
         """
-        check_predictive_method(method)
+        check_choice("method", method, get_args(PredictiveMethod))
         *inputs, targets = inputs_and_targets
         if not isinstance(targets, Tensor):
             raise TypeError(f"The targets must be a tensor, got {type(targets).__name__}: use torch.as_tensor(...).")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_flag, check_number
+from gpy_iterative.checks import check_choice, check_count, check_flag, check_number
 from gpy_iterative.linear_operators.tiles.ranks import Ranks, check_group
 from gpy_iterative.worker_threads import ByDevice
 
@@ -92,13 +92,11 @@ class KernelProducts:
     far_field: "float | Literal['auto'] | None" = "auto"
 
     def __post_init__(self) -> None:
-        if self.backend not in get_args(Backend):
-            raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
+        check_choice("backend", self.backend, get_args(Backend))
         check_count("tile_size", self.tile_size, optional=True)
         if self.cache_memory is not None:
             check_number("cache_memory", self.cache_memory, "not be negative (bytes)", lambda number: number >= 0)
-        if self.precision not in get_args(Precision):
-            raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}.")
+        check_choice("precision", self.precision, get_args(Precision))
         if self.compile is not None:
             check_flag("compile", self.compile)
         check_group(self.process_group)

@@ -12,7 +12,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_fraction, check_number
+from gpy_iterative.checks import check_choice, check_fraction, check_number
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
 from gpy_iterative.linear_solvers.columns import DIVERGENCE, Columns, Iterate, LinearSystem
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
@@ -195,8 +195,7 @@ class IterativeSolver(Solver, Generic[State]):
         if self.probe_tolerance is not None:
             check_fraction("probe_tolerance", self.probe_tolerance)
         check_number("max_epochs", self.max_epochs, "be positive", lambda number: number > 0)
-        if self.stopping not in ("columns", "mean"):
-            raise ValueError(f"stopping must be 'columns' or 'mean', got {self.stopping!r}.")
+        check_choice("stopping", self.stopping, ("columns", "mean"))
 
     def _after(self, spent: SolveStats) -> "IterativeSolver[State] | None":
         left = self.max_epochs - spent.epochs

@@ -12,7 +12,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_flag, check_fraction, check_instance
+from gpy_iterative.checks import check_choice, check_count, check_flag, check_fraction, check_instance
 from gpy_iterative.errors import BiasWarning, VarianceWarning, warn
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.exact.estimates import DensityEstimate, Estimate
@@ -103,8 +103,7 @@ class RussianRouletteMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                 f"num_truncations must be at least 2, got {num_truncations}: the gradient's quadratic term needs two "
                 "independent ones. TruncatedCGMarginalLogLikelihood takes one."
             )
-        if probe_truncation not in ("independent", "shared"):
-            raise ValueError(f"probe_truncation must be 'independent' or 'shared', got {probe_truncation!r}.")
+        check_choice("probe_truncation", probe_truncation, ("independent", "shared"))
         if not isinstance(truncation, AutomaticTruncation):
             check_truncation(truncation)
         elif not resample:

@@ -12,7 +12,7 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative import random_numbers
-from gpy_iterative.checks import check_count, check_flag
+from gpy_iterative.checks import check_choice, check_count, check_flag
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.randomized.random_features import FeatureSum, FrequencyReport, RandomFeatureMarginalLogLikelihood
@@ -77,8 +77,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
                 f"max_frequencies must be at least min_frequencies + frequency_step = {second}, got {max_frequencies}: the "
                 "grid needs an increment."
             )
-        if not isinstance(probabilities, str) or probabilities not in ("inverse", "adaptive"):
-            raise ValueError(f"probabilities must be 'inverse' or 'adaptive', got {probabilities!r}.")
+        check_choice("probabilities", probabilities, ("inverse", "adaptive"))
         if not resample and probabilities == "adaptive":
             raise ValueError("resample=False freezes the draw, whose probabilities cannot adapt: take 'inverse'.")
         check_flag("resample", resample)

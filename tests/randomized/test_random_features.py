@@ -397,7 +397,7 @@ def test_second_derivatives_are_refused(mll_class: type) -> None:
         ({"max_frequencies": 0}, "max_frequencies.*0"),
         ({"max_frequencies": 12.5}, r"max_frequencies.*12\.5"),
         ({"max_frequencies": "13"}, "max_frequencies.*'13'"),
-        ({"probabilities": np.full(3, 1 / 3)}, "'adaptive', got array"),
+        ({"probabilities": np.full(3, 1 / 3)}, "adaptive, got array"),
         ({"probabilities": "equal"}, "equal"),
         ({"probabilities": "adaptive", "resample": False}, "resample=False"),
     ],

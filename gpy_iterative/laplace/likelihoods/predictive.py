@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, MultitaskGaussianLikelihood
@@ -20,11 +20,6 @@ from gpy_iterative.random_numbers import normal
 from gpy_iterative.training.likelihood_forms import computes_as, form_of
 
 PredictiveMethod = Literal["pairwise", "diagonal", "mc", "mode"]
-
-
-def check_predictive_method(method: str) -> None:
-    if method not in get_args(PredictiveMethod):
-        raise ValueError(f"method must be one of {', '.join(get_args(PredictiveMethod))}, got {method!r}.")
 
 
 @dataclass(frozen=True)
