@@ -16,8 +16,8 @@ from gpy_iterative.features.weight_space.weights import (
     TrackerRate,
     WeightDistribution,
     exact_statistics,
+    positive_factor,
     surrogate,
-    triangular_root,
 )
 from gpy_iterative.training.run import Run
 
@@ -59,8 +59,8 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         return run.having(weights={"precision": precision}, parameters={"mean": mean})
 
     def _weights(self, run: Run) -> WeightDistribution:
-        lower = triangular_root(run.parts["weights"]["precision"])
-        return WeightDistribution.from_precision_root(lower, run.parts["parameters"]["mean"])
+        factor = positive_factor(run.parts["weights"]["precision"])
+        return WeightDistribution.from_factor(factor, run.parts["parameters"]["mean"])
 
     def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
         batch, weights = self._batch(problem, rows), self._weights(run)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
-from gpy_iterative.features.weight_space.weights import WeightDistribution, triangular_root
+from gpy_iterative.features.weight_space.weights import WeightDistribution, positive_factor
 from gpy_iterative.training.run import Run
 
 
@@ -35,7 +35,6 @@ class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
 
     def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
         residual, noise = problem.residual_and_noise(rows)
-        lower = triangular_root(problem.prior.covariance(rows) + torch.diag(noise))
-        whitened = torch.linalg.solve_triangular(lower, residual.unsqueeze(-1), upper=False)
-        loss = whitened.square().sum() + 2 * lower.diagonal().log().sum()
+        factor = positive_factor(problem.prior.covariance(rows) + torch.diag(noise))
+        loss = factor.whiten(residual.unsqueeze(-1)).square().sum() + factor.logdet()
         return problem.num_data / len(rows) * loss, run

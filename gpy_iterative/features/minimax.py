@@ -15,7 +15,7 @@ from torch import Tensor
 from gpy_iterative.errors import BiasWarning, warn
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
-from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, surrogate, triangular_root
+from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, positive_factor, surrogate
 from gpy_iterative.training.run import NO_ROWS, Run, next_rows
 from gpy_iterative.worker_threads import CPU
 
@@ -95,8 +95,8 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
 
     def _weights(self, run: Run) -> WeightDistribution:
         auxiliary, scale = run.parts["parameters"]["auxiliary"], run.parts["weights"]["scale"]
-        lower = triangular_root(_symmetric(auxiliary) * scale)
-        return WeightDistribution.from_precision_root(lower, run.parts["parameters"]["mean"])
+        factor = positive_factor(_symmetric(auxiliary) * scale)
+        return WeightDistribution.from_factor(factor, run.parts["parameters"]["mean"])
 
     def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
         own, fixed = run.parts["parameters"], run.parts["weights"]

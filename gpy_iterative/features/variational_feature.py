@@ -15,8 +15,8 @@ from gpy_iterative.features.weight_space.weights import (
     TrackerRate,
     WeightDistribution,
     exact_statistics,
+    positive_factor,
     surrogate,
-    triangular_root,
 )
 from gpy_iterative.training.run import Run
 
@@ -92,7 +92,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         if self.update == "natural":
             return run.having(weights={"precision": precision, "moment": moment})
         weights = WeightDistribution.from_precision(precision, moment)
-        root = triangular_root(weights.root @ weights.root.mT)
+        root = positive_factor(weights.root @ weights.root.mT).lower
         raw_root = root.tril(-1) + torch.diag(root.diagonal().log())
         return run.having(parameters={"mean": weights.mean, "raw_root": raw_root})
 

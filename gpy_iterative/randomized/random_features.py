@@ -20,7 +20,7 @@ from gpy_iterative.exact.estimates import DensityEstimate, Estimate, check_estim
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
-from gpy_iterative.linear_solvers.cholesky import Cholesky
+from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.features import RandomFourierFeatures
@@ -100,36 +100,32 @@ class FeatureDensity:
 
     def _by_woodbury(self, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         gram = self._gram[..., columns, :][..., columns] * (scale.unsqueeze(-1) * scale)
-        lower = _factor(gram + torch.eye(len(columns), dtype=gram.dtype, device=gram.device))
+        factor = _factor(gram + torch.eye(len(columns), dtype=gram.dtype, device=gram.device))
         with torch.no_grad():  # the coefficients minimise the quadratic form
             projected = (self._weighted.mT @ self._whitened)[..., columns, :] * scale.unsqueeze(-1)
-            coefficients = torch.cholesky_solve(projected, lower)
+            coefficients = factor.solve(projected)
             spread = torch.zeros_like(self._weighted[..., 0, :].unsqueeze(-1))
             spread[..., columns, :] = coefficients * scale.unsqueeze(-1)
         # Two squares: r^T D^-1 r minus the explained part would cancel.
         rest = self._whitened - self._weighted @ spread
         quadratic = rest.square().sum((-2, -1)) + coefficients.square().sum((-2, -1))
-        return quadratic, _log_determinant(lower) + self._noise.log().sum(-1)
+        return quadratic, factor.logdet() + self._noise.log().sum(-1)
 
     def _by_dense_factor(self, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         features = self._features[..., columns] * scale
-        lower = _factor(features @ features.mT + torch.diag_embed(self._noise))
-        quadratic = (self._residual * torch.cholesky_solve(self._residual, lower)).sum((-2, -1))
-        return quadratic, _log_determinant(lower)
+        factor = _factor(features @ features.mT + torch.diag_embed(self._noise))
+        quadratic = (self._residual * factor.solve(self._residual)).sum((-2, -1))
+        return quadratic, factor.logdet()
 
 
-def _log_determinant(lower: Tensor) -> Tensor:
-    return 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-
-
-def _factor(matrix: Tensor) -> Tensor:
+def _factor(matrix: Tensor) -> CholeskyFactor:
     lower, info = torch.linalg.cholesky_ex(matrix)
     if info.any() or not torch.isfinite(lower).all():  # a finite matrix is positive definite
         raise NonFiniteError(
             "The covariance of random features has entries that are not finite, or too large for their noise: check data, "
             "hyperparameters and noise (a noise constraint keeps it away from zero)."
         )
-    return lower
+    return CholeskyFactor(lower, lower.dtype)
 
 
 class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):

@@ -17,6 +17,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_rate
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpaceProblem
+from gpy_iterative.linear_solvers.cholesky import CholeskyFactor
 
 #: Slower averages hardly follow the hyperparameters.
 SMALLEST_RATE = 1e-3
@@ -33,25 +34,26 @@ class WeightDistribution:
     @classmethod
     def from_precision(cls, precision: Tensor, moment: Tensor) -> "WeightDistribution":
         """N(P^-1 h, P^-1); cost m^3. Raises NonFiniteError."""
-        lower = triangular_root(precision)
-        return cls.from_precision_root(lower, _solve(lower, moment))
+        factor = positive_factor(precision)
+        return cls.from_factor(factor, factor.solve(moment.unsqueeze(-1)).squeeze(-1))
 
     @classmethod
-    def from_precision_root(cls, lower: Tensor, mean: Tensor) -> "WeightDistribution":
+    def from_factor(cls, precision: CholeskyFactor, mean: Tensor) -> "WeightDistribution":
+        lower = precision.lower
         identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
         root = torch.linalg.solve_triangular(lower.mT, identity, upper=True)
-        return cls(mean, root, -2 * lower.diagonal().log().sum())
+        return cls(mean, root, -precision.logdet())
 
 
-def triangular_root(precision: Tensor) -> Tensor:
-    """Lower Cholesky factor, [m, m]."""
-    lower, info = torch.linalg.cholesky_ex(precision)
+def positive_factor(matrix: Tensor) -> CholeskyFactor:
+    """Of a float64 matrix [m, m]; raises NonFiniteError."""
+    lower, info = torch.linalg.cholesky_ex(matrix)
     if info.any() or not torch.isfinite(lower).all():
         raise NonFiniteError(
             "A precision or covariance matrix is not finite, or not positive definite to rounding. Check the data, and "
             "keep the noise away from zero, for example with gpytorch.constraints.GreaterThan(1e-4)."
         )
-    return lower
+    return CholeskyFactor(lower, lower.dtype)
 
 
 def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -67,11 +69,11 @@ def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) ->
 @torch.no_grad()
 def log_marginal_likelihood_gap(weights: WeightDistribution, precision: Tensor, moment: Tensor) -> Tensor:
     """J + 2 log p(y) + n log(2 pi) = tr(S P) - log|S P| - m + (v - P^-1 h)^T P (v - P^-1 h)."""
-    lower = triangular_root(precision)
-    off = weights.mean - _solve(lower, moment)
-    log_ratio = weights.log_determinant + 2 * lower.diagonal().log().sum()
-    trace = (lower.mT @ weights.root).square().sum()
-    return (trace - log_ratio - len(off)).clamp(min=0) + (lower.mT @ off).square().sum()
+    factor = positive_factor(precision)
+    off = weights.mean - factor.solve(moment.unsqueeze(-1)).squeeze(-1)
+    log_ratio = weights.log_determinant + factor.logdet()
+    trace = (factor.lower.mT @ weights.root).square().sum()
+    return (trace - log_ratio - len(off)).clamp(min=0) + (factor.lower.mT @ off).square().sum()
 
 
 @torch.no_grad()
@@ -102,10 +104,6 @@ def exact_log_marginal_likelihood(problem: WeightSpaceProblem) -> Tensor:
             "The log marginal likelihood is not finite: standardise the targets, and keep the noise away from zero."
         )
     return -0.5 * total
-
-
-def _solve(lower: Tensor, vector: Tensor) -> Tensor:
-    return torch.cholesky_solve(vector.unsqueeze(-1), lower).squeeze(-1)
 
 
 class TrackerRate:
