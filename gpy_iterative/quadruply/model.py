@@ -115,12 +115,11 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return mean
 
     def head_features(self, x: Tensor) -> Tensor:
-        """[n, h]: the basis' head, and groups with dense columns."""
+        """[n, h]: the basis' head, or groups with dense columns."""
         head = self.basis.head_features(x)
         if not self.num_leading_groups:
             return head
-        leading = torch.arange(self.num_leading_groups, device=self.device)
-        return torch.cat([head, self.basis.group_features(x, head, leading)], dim=-1)
+        return self.basis.group_features(x, head, torch.arange(self.num_leading_groups, device=self.device))
 
     def tail_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
         """Features [n, g * group_size]."""
@@ -201,21 +200,16 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
 def _dense_columns_beyond_head(basis: FeatureBasis, num_dense_columns: int) -> int:
     check_count("num_dense_columns", num_dense_columns, least=0)
-    if num_dense_columns > basis.num_features:
+    most = basis.num_head_features or basis.num_features
+    if num_dense_columns > most:
+        part = "head" if basis.num_head_features else "features"
         raise ValueError(
-            f"num_dense_columns must be at most {basis.num_features}, the features of the basis; got "
-            f"{num_dense_columns}."
+            f"num_dense_columns must be at most {most}, the {part} of the {type(basis).__name__}; got {num_dense_columns}."
         )
-    beyond = max(0, num_dense_columns - basis.num_head_features)
+    beyond = 0 if basis.num_head_features else num_dense_columns
     if beyond % basis.group_size:
         raise ValueError(
-            f"num_dense_columns beyond the head must be a multiple of {basis.group_size}, the features of a group; got "
-            f"{num_dense_columns} with a head of {basis.num_head_features}."
-        )
-    if beyond and basis.num_head_features:
-        raise ValueError(
-            f"num_dense_columns must be at most {basis.num_head_features}, the head of the {type(basis).__name__}; got "
-            f"{num_dense_columns}."
+            f"num_dense_columns must be a multiple of {basis.group_size}, the features of a group; got {num_dense_columns}."
         )
     return beyond
 

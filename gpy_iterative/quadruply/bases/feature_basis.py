@@ -23,6 +23,14 @@ def check_kernel(kernel: Kernel) -> None:
         )
 
 
+def check_columns(x: Tensor, num_dims: int) -> None:
+    if x.shape[-1] != num_dims:
+        raise ValueError(
+            f"The basis was made for inputs with {num_dims} columns, got {x.shape[-1]}: pass the same columns, or make "
+            "another basis."
+        )
+
+
 class FeatureBasis(gpytorch.Module, ABC):
     """Features phi of f(x) = mean(x) + phi(x) w, w ~ N(0, S^-1), differentiable in x and hyperparameters.
 

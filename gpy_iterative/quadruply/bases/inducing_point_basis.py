@@ -11,7 +11,7 @@ from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal, kernel_matrix
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
-from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis, check_kernel
+from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis, check_columns, check_kernel
 
 #: Most points for log|S|, by a dense Cholesky factor.
 MAX_FACTORED = 3000
@@ -45,7 +45,7 @@ class KernelFunctionBasis(FeatureBasis):
         self.num_groups = points.shape[0]
 
     def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
-        check_columns(x, self.points)
+        check_columns(x, self.points.shape[-1])
         return kernel_matrix(self.kernel, x, self.points[groups])
 
 
@@ -100,13 +100,6 @@ def gram_matrix(kernel: kernels.Kernel, points: Tensor) -> Tensor:
     in_float64 = lambda tensor: tensor.double() if tensor.is_floating_point() else tensor
     kernel = ModuleCopies(own=("_parameters", "_buffers"), tensor=in_float64).of(kernel)
     return kernel_matrix(kernel, points.double(), points.double()).double()
-
-
-def check_columns(x: Tensor, points: Tensor) -> None:
-    if x.shape[-1] != points.shape[-1]:
-        raise ValueError(
-            f"The points of the basis have {points.shape[-1]} columns, the inputs {x.shape[-1]}: pass the same columns."
-        )
 
 
 def check_points(kernel: kernels.Kernel, points: Tensor) -> None:

@@ -10,7 +10,8 @@ from torch.nn import functional
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal, kernel_matrix
-from gpy_iterative.quadruply.bases.inducing_point_basis import KeptAt, KernelFunctionBasis, check_columns, gram_matrix
+from gpy_iterative.quadruply.bases.feature_basis import check_columns
+from gpy_iterative.quadruply.bases.inducing_point_basis import KeptAt, KernelFunctionBasis, gram_matrix
 from gpy_iterative.quadruply.bases.random_fourier_basis import FourierGroups
 
 #: Relative to the largest; the tail has smaller eigenvalues.
@@ -72,7 +73,7 @@ class NystromBasis(KernelFunctionBasis):
         self.rotation = self._rotation_at.get(self.kernel, [self.points], self._new_rotation)
 
     def head_features(self, x: Tensor) -> Tensor:
-        check_columns(x, self.points)
+        check_columns(x, self.points.shape[-1])
         head = kernel_matrix(self.kernel, x, self.points) @ self._projection().to(x.dtype)
         return functional.pad(head, (0, self.num_head_features - head.shape[-1]))
 

@@ -9,7 +9,7 @@ from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.linear_operators.radial_inputs import active_inputs
-from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis, check_kernel
+from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis, check_columns, check_kernel
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.spectral.summands import summands
@@ -57,15 +57,8 @@ class FourierGroups(torch.nn.Module):
         features = made.differentiable if torch.is_grad_enabled() else made.features
         return scale * features([self._term(kernel, x)], self._draws(kernel, groups))
 
-    def check_columns(self, x: Tensor) -> None:
-        if x.shape[-1] != self.num_dims:
-            raise ValueError(
-                f"The basis was made for inputs with {self.num_dims} columns, got {x.shape[-1]}: pass the same columns, or "
-                "make a basis with another num_dims."
-            )
-
     def _term(self, kernel: kernels.Kernel, x: Tensor) -> KernelTerm:
-        self.check_columns(x)
+        check_columns(x, self.num_dims)
         return KernelTerm(kernel, active_inputs(kernel, x))
 
     def _draw(self, kernel: kernels.Kernel, seed: int, count: int) -> Draws:
@@ -129,7 +122,7 @@ class RandomFourierBasis(FeatureBasis):
         return self.fourier.features(self.kernel, x, groups)
 
     def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:
-        self.fourier.check_columns(x)
+        check_columns(x, self.fourier.num_dims)
         return kernel_diagonal(self.kernel, x)
 
 
