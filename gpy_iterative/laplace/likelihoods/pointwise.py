@@ -142,12 +142,7 @@ class PointwiseLikelihood:
     def gradient(self, f: Tensor) -> Tensor:
         """The gradient d log p / df [n, C]. Raises NonFiniteError."""
         gradient = self.slope(f)
-        if not torch.isfinite(gradient).all():
-            index = (~torch.isfinite(gradient)).nonzero()[0].tolist()
-            raise NonFiniteError(
-                f"The gradient of {self.name}'s log density is not finite at datum {index[0]} "
-                f"(latent value {float(f[tuple(index)]):.3g}): check the data and the kernel's outputscale."
-            )
+        check_finite_at(f, f"The gradient of {self.name}'s log density", gradient)
         return gradient
 
     def slope(self, f: Tensor) -> Tensor:
@@ -213,8 +208,7 @@ class PointwiseLikelihood:
             if self.is_categorical:
                 return self._softmax_curvature(f.detach(), floor)
             blocks = blocks_at(f.detach().clone()).detach()
-        if not torch.isfinite(blocks).all():
-            raise NonFiniteError(f"The curvature of {self.name} is not finite: check data and outputscale.")
+        check_finite_at(f, f"The curvature of {self.name}", blocks)
         if self.is_log_concave and _is_indefinite(blocks):
             raise UnsupportedLikelihoodError(
                 f"{self.name} is registered as log-concave, but its log density is not concave at latent values up to "
@@ -243,8 +237,7 @@ class PointwiseLikelihood:
     def _softmax_curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
         p = torch.softmax(softmax_logits(self.likelihood, f).detach(), -1).clamp_min(floor.probability)
         p = p / p.sum(-1, keepdim=True)
-        if not torch.isfinite(p).all():
-            raise NonFiniteError("A class probability is not finite: check the data and the kernel's outputscale.")
+        check_finite_at(f, "A class probability", p)
         if self.likelihood.mixing_weights is None:
             return SoftmaxCurvature(p)
         blocks = mixed_blocks(self.likelihood, SoftmaxCurvature(p).blocks()).detach()
@@ -306,6 +299,18 @@ class PointwiseLikelihood:
         elif targets.is_floating_point() or targets.dtype == torch.bool:
             raise ValueError(f"{self.name} needs labels of an integer dtype, got {targets.dtype}: call targets.long().")
         check_support(self.likelihood, targets)
+
+
+def check_finite_at(f: Tensor, name: str, values: Tensor) -> None:
+    """Raises NonFiniteError for values [n, *] at latent values f [n, C]."""
+    finite = torch.isfinite(values)
+    if not finite.all():
+        index = int((~finite).nonzero()[0, 0])
+        latent = ", ".join(f"{value:.3g}" for value in f[index].tolist())
+        raise NonFiniteError(
+            f"{name} is not finite at datum {index} (latent value {latent}): check targets, the prior's mean and "
+            "outputscale."
+        )
 
 
 def _is_indefinite(blocks: Tensor) -> bool:

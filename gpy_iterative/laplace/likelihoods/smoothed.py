@@ -6,12 +6,10 @@ variational Gaussian approximation revisited").
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature, block_eigh, curvature_of_blocks
-from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, PointwiseLikelihood
+from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, PointwiseLikelihood, check_finite_at
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 
 
@@ -51,8 +49,7 @@ class SmoothedLikelihood(PointwiseLikelihood):
 
     def _softmax_curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
         blocks = self.hessian(f)
-        if not torch.isfinite(blocks).all():
-            raise NonFiniteError("A class probability is not finite: check the data and the kernel's outputscale.")
+        check_finite_at(f, "A class probability", blocks)
         return curvature_of_blocks(blocks, floor=floor.eigenvalue, basis=self.visible_basis.to(f))
 
 

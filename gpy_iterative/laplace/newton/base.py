@@ -18,7 +18,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
-from gpy_iterative.laplace.likelihoods.pointwise import STEP_FLOOR, CurvatureFloor, PointwiseLikelihood
+from gpy_iterative.laplace.likelihoods.pointwise import STEP_FLOOR, CurvatureFloor, PointwiseLikelihood, check_finite_at
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress, SolveStats, SolveStatus
 
@@ -118,10 +118,12 @@ class Problem:
         return -math.inf if math.isnan(value) else value
 
     def evaluated(self, f: Tensor, v: Tensor) -> "Iterate":
-        joint = self.log_joint(f, v)
+        joint, latent = self.log_joint(f, v), self.by_point(f)
         if not math.isfinite(joint):
-            raise self._non_finite(f)
-        return Iterate(f, v, self.likelihood.gradient(self.by_point(f)).flatten(), joint)
+            name = f"The log density of {self.likelihood.name}"
+            check_finite_at(latent, name, self.likelihood.log_prob(latent))
+            raise NonFiniteError(f"{name} is not finite: check targets, the prior's mean and outputscale.")
+        return Iterate(f, v, self.likelihood.gradient(latent).flatten(), joint)
 
     def check_mean(self) -> None:
         unknown = (~torch.isfinite(self.prior.mean)).nonzero()
@@ -131,17 +133,6 @@ class Problem:
                 f"The prior's mean is {float(self.prior.mean[index])} at datum {index[0]}: check the inputs and the mean's "
                 "parameters. If the mean has the logarithm of an exposure, leave out rows whose exposure is not above zero."
             )
-
-    def _non_finite(self, f: Tensor) -> NonFiniteError:
-        latent = self.by_point(f)
-        unknown = (~torch.isfinite(self.likelihood.log_prob(latent))).nonzero()
-        where = (
-            f" at datum {int(unknown[0])} (latent value {latent[unknown[0]].flatten()[0]:.3g})" if len(unknown) else ""
-        )
-        return NonFiniteError(
-            f"The log density of {self.likelihood.name} is not finite{where}: check targets, the prior's mean and "
-            "outputscale."
-        )
 
 
 @dataclass(frozen=True)
