@@ -93,8 +93,8 @@ def check_support(likelihood: Likelihood, targets: Tensor) -> None:
     is_categorical = form.visible_basis is not None
     good = admissible(likelihood, targets.long() if is_categorical else targets.double())
     if not good.all():
-        index = int((~good).nonzero()[0, 0])
-        raise ValueError(f"{type(likelihood).__name__}: {words}, but targets[{index}] is {targets[index].item()}.")
+        index = tuple((~good).nonzero()[0].tolist())
+        raise ValueError(f"{type(likelihood).__name__}: {words}, but targets{list(index)} is {targets[index].item()}.")
 
 
 def refusal_of(likelihood: Likelihood) -> str | None:

@@ -459,6 +459,19 @@ def test_masked_points_are_dropped() -> None:
     torch.testing.assert_close(prediction.variance, expected.variance)
 
 
+@pytest.mark.parametrize("solver", [LaplaceCholesky(), LaplaceNewton(tolerance=1e-10, num_covariance_actions=30)])
+def test_gaussian_noise_that_is_not_learned(solver: LaplaceCholesky | LaplaceNewton) -> None:
+    """The curvature then depends on nothing, and the evidence is exact."""
+    problem = case("gaussian")
+    problem.likelihood.requires_grad_(False)
+    _, found = gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=solver))
+    problem.model.zero_grad()
+    noisy = problem.likelihood(gpytorch.Module.__call__(problem.model, problem.x))
+    noisy.log_prob(problem.y).backward()
+    expected = {name: p.grad for name, p in problem.model.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_rows_that_are_missing_in_part_are_refused() -> None:
     """Dropping them whole would lose values without a word."""
     generator = torch.Generator().manual_seed(0)

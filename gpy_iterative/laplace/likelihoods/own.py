@@ -11,7 +11,7 @@ from torch.distributions import Bernoulli, Poisson
 from torch.nn.functional import logsigmoid
 
 from gpy_iterative.laplace.likelihoods.quadrature import NEGLIGIBLE, graded_rule, log_concave_marginal, normal_rule
-from gpy_iterative.training.likelihood_forms import computes_as
+from gpy_iterative.training.likelihood_forms import check_support, computes_as
 
 #: Largest standard deviation for Gauss-Hermite nodes.
 WIDE = 1.5
@@ -44,7 +44,8 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
         """[*b, n], by quadrature."""
         if not computes_as(self, LogitBernoulliLikelihood):
             return super().log_marginal(observations, function_dist, *args, **kwargs)
-        return self.log_probability(_signs(observations) * function_dist.mean, function_dist.variance)
+        check_support(self, observations)
+        return self.log_probability(_signed(function_dist.mean, observations), function_dist.variance)
 
     def expected_log_prob(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
@@ -52,10 +53,9 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
         """[*b, n], by quadrature."""
         if not computes_as(self, LogitBernoulliLikelihood):
             return super().expected_log_prob(observations, function_dist, *args, **kwargs)
-        expected = _expected_log_sigmoid(
-            (_signs(observations) * function_dist.mean).double(), function_dist.variance.double()
-        )
-        return expected.to(function_dist.mean.dtype)
+        check_support(self, observations)
+        mean = _signed(function_dist.mean, observations)
+        return _expected_log_sigmoid(mean.double(), function_dist.variance.double()).to(mean.dtype)
 
     def log_probability(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Log E[p(y = 1 | f)] for f ~ N(mean, variance)."""
@@ -84,13 +84,8 @@ def _normal_density(z: Tensor) -> Tensor:
     return torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
 
 
-def _signs(labels: Tensor) -> Tensor:
-    bad = (labels != 0) & (labels != 1)
-    if bad.any():
-        raise ValueError(
-            f"LogitBernoulliLikelihood: labels must be 0 or 1 (not -1 and 1), but there is a {labels[bad][0].item()}."
-        )
-    return 2 * labels - 1 if labels.is_floating_point() else 2 * labels.long() - 1
+def _signed(mean: Tensor, labels: Tensor) -> Tensor:
+    return torch.where(labels > 0, mean, -mean)
 
 
 def times_log_rate(counts: Tensor, log_rate: Tensor) -> Tensor:

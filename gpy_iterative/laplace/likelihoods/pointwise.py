@@ -159,15 +159,9 @@ class PointwiseLikelihood:
         with torch.inference_mode(False), torch.enable_grad():
             point = f if f.requires_grad else f.detach().clone().requires_grad_()
             (gradient,) = torch.autograd.grad(self.log_prob(point).sum(), point, create_graph=True)
-            rows = []
-            for latent in range(self.num_latents):
-                value = gradient[:, latent].sum()
-                if value.requires_grad:
-                    (row,) = torch.autograd.grad(value, point, create_graph=True, materialize_grads=True)
-                else:  # linear in f
-                    row = torch.zeros_like(point)
-                rows.append(-row)
-        return torch.stack(rows, dim=-2)
+            sums = (gradient + 0 * point).sum(0)  # a constant gradient has a derivative, too
+            rows = [torch.autograd.grad(total, point, create_graph=True)[0] for total in sums]
+        return -torch.stack(rows, dim=-2)
 
     def fisher(self, f: Tensor) -> Tensor:
         """The registered Fisher information, like `hessian`."""

@@ -70,6 +70,31 @@ def test_gradient_and_hessian_are_differences(name: str) -> None:
         torch.testing.assert_close(hessian[:, latent], bend, rtol=1e-6, atol=1e-7)
 
 
+class LogLinear(gl.Likelihood):
+    """An unnormalised density whose logarithm is linear in the first of its latents, or in all."""
+
+    def __init__(self, *, bends: bool) -> None:
+        super().__init__()
+        self.bends = bends
+
+    def forward(self, f: Tensor) -> torch.distributions.Distribution:
+        likelihood = self
+
+        class Density(torch.distributions.Distribution):
+            def log_prob(self, y: Tensor) -> Tensor:
+                first, second = f.unbind(-1)
+                return y * first - (second.square() if likelihood.bends else second)
+
+        return Density(f.shape[:-1], validate_args=False)
+
+
+@pytest.mark.parametrize("bends", [True, False])
+def test_hessian_of_a_log_density_that_is_linear(bends: bool) -> None:
+    likelihood = PointwiseLikelihood(LogLinear(bends=bends), torch.ones(3).double(), 2)
+    expected = torch.diag(torch.tensor([0.0, 2.0 * bends]).double()).expand(3, 2, 2)
+    torch.testing.assert_close(likelihood.hessian(torch.ones(3, 2).double()), expected, check_stride=False)
+
+
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_curvature_is_its_own_algebra(name: str) -> None:
     """W = R R^T, W W^+ W = W, and W^+ is symmetric in the Penrose sense; products agree with dense blocks."""
@@ -340,8 +365,12 @@ def test_own_likelihoods_as_gpytorch_uses_them() -> None:
     probabilities = LogitBernoulliLikelihood()(latent).probs
     torch.testing.assert_close(probabilities, (weights * torch.sigmoid(f)).sum(0), rtol=1e-8, atol=1e-8)
     for call in (LogitBernoulliLikelihood().expected_log_prob, LogitBernoulliLikelihood().log_marginal):
-        with pytest.raises(ValueError, match=r"labels must be 0 or 1 \(not -1 and 1\), but there is a -1"):
-            call(torch.tensor([1.0, -1.0]).double(), latent)
+        expected = call(torch.tensor([1.0, 0.0]).double(), latent)
+        for labels in (torch.tensor([1, 0]), torch.tensor([1, 0], dtype=torch.uint8), torch.tensor([True, False])):
+            torch.testing.assert_close(call(labels, latent), expected, rtol=0, atol=0)
+        torch.testing.assert_close(call(torch.tensor([[1, 0]]), latent), expected.unsqueeze(0), rtol=0, atol=0)
+        with pytest.raises(ValueError, match=r"labels must be 0 or 1 \(for -1 and 1 .*, but targets\[0, 1\] is -1"):
+            call(torch.tensor([[1.0, -1.0]]).double(), latent)
 
 
 @pytest.mark.parametrize("latent", [-1e3, -40.0, 800.0, 1e5])
