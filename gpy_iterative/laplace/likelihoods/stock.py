@@ -143,11 +143,6 @@ def _beta_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
     """Noise variances, broadcastable to [n, C]."""
-    if isinstance(likelihood, gl.MultitaskGaussianLikelihood):
-        noise = torch.zeros((), dtype=f.dtype, device=f.device)
-        if likelihood.has_task_noise:
-            noise = noise + likelihood.task_noises.to(f.dtype)
-        return noise + likelihood.noise.to(f.dtype) if likelihood.has_global_noise else noise
     if isinstance(likelihood, gl.FixedNoiseGaussianLikelihood):
         known = likelihood.noise_covar.noise.shape[-1]
         if known != f.shape[-2]:  # GPyTorch assumes zero noise
@@ -155,8 +150,9 @@ def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
                 f"FixedNoiseGaussianLikelihood has noise for {known} points, and there are {f.shape[-2]} here: leave "
                 "points without a target out of data and noise, and predict latent values at test points."
             )
-    covariance = likelihood._shaped_noise_covar(f.shape[-2:-1])
-    return covariance.diagonal(dim1=-1, dim2=-2).to(f.dtype).unsqueeze(-1)
+    is_multitask = isinstance(likelihood, gl.MultitaskGaussianLikelihood)
+    covariance = likelihood._shaped_noise_covar(f.shape[-2:] if is_multitask else f.shape[-2:-1])
+    return covariance.diagonal(dim1=-1, dim2=-2).to(f.dtype).view(f.shape[-2], -1)
 
 
 def _gaussian_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
