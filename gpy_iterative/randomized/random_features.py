@@ -48,13 +48,6 @@ class FrequencyReport(Report):
     is_exact: bool = False
 
 
-@dataclass(frozen=True)
-class FeatureSum:
-    weights: Mapping[int, float]  # by number of leading frequencies
-    exact: float  # of the exact density, or 0
-    report: FrequencyReport
-
-
 @dataclass(frozen=True, kw_only=True)
 class FeatureEstimate(Estimate):
     features: Tensor  # Phi [*b, n, F], with graph
@@ -140,7 +133,8 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         """Number of frequencies, other draws."""
 
     @abstractmethod
-    def _sum(self, num_data: int, draws: Draws) -> FeatureSum: ...
+    def _sum(self, num_data: int, draws: Draws) -> tuple[Mapping[int, float], float, FrequencyReport]:
+        """Weights of log densities by number of leading frequencies, and of the exact one."""
 
     def _after(self, num_data: int, run: Run, draws: Draws, densities: Sequence[Tensor]) -> Run:
         """The next run; log densities [*b] are ordered by frequencies, the exact one last."""
@@ -164,7 +158,8 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             kept = {f"features.{name}": t for name, t in drawn.items()} | others
             run = run.having(generator, features=kept)
         draws = dict(kept)
-        features, total = RandomFourierFeatures(int(draws["count"])), self._sum(num_data, draws)
+        features = RandomFourierFeatures(int(draws["count"]))
+        weights, exact_weight, report = self._sum(num_data, draws)
         with torch.set_grad_enabled(any(tensor.requires_grad for tensor in operator.representation())):
             matrix = features.differentiable(terms, draws_under("features", draws))
             matrix = matrix.expand(*operator.batch_shape, *matrix.shape[-2:])
@@ -173,15 +168,15 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         leaves = [tensor.detach().clone().double().requires_grad_() for tensor in inputs]
         with torch.enable_grad():
             density = FeatureDensity(*leaves)
-            densities = {count: density.log_density(*features.leading(terms, count)) for count in total.weights}
-            value = torch.stack([weight * densities[count] for count, weight in total.weights.items()]).sum(0)
+            densities = {count: density.log_density(*features.leading(terms, count)) for count in weights}
+            value = torch.stack([weight * densities[count] for count, weight in weights.items()]).sum(0)
             derivatives = torch.autograd.grad(value.sum(), leaves)
         value, exact = value.detach(), None
         ordered = [densities[count].detach() for count in sorted(densities)]
-        if total.exact:
+        if exact_weight:
             exact = exact_estimate(operator, residual, Cholesky())
             ordered.append(exact.value.double())
-            value = value + total.exact * ordered[-1]
+            value = value + exact_weight * ordered[-1]
         estimate = FeatureEstimate(
             value=value.to(residual),
             value_sem=torch.full_like(value, math.nan, dtype=residual.dtype),  # unknown from one draw
@@ -189,9 +184,9 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             features=matrix,
             derivatives=tuple(derivative.to(tensor) for derivative, tensor in zip(derivatives, inputs, strict=True)),
             exact=exact,
-            exact_weight=total.exact,
+            exact_weight=exact_weight,
             stats=SolveStats(0, 0.0, 0.0, {"targets": 0.0}, time.perf_counter() - start),
-            truncation=total.report,
+            truncation=report,
         )
         return estimate, self._after(num_data, run, draws, ordered)
 
@@ -232,5 +227,5 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
         return self.num_frequencies, {}
 
-    def _sum(self, num_data: int, draws: Draws) -> FeatureSum:
-        return FeatureSum({self.num_frequencies: 1.0}, 0.0, FrequencyReport(self.num_frequencies))
+    def _sum(self, num_data: int, draws: Draws) -> tuple[Mapping[int, float], float, FrequencyReport]:
+        return {self.num_frequencies: 1.0}, 0.0, FrequencyReport(self.num_frequencies)

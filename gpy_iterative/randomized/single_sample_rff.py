@@ -3,7 +3,7 @@
 Potapczynski et al. 2021 (see `truncation.py`), section 4.2, with differences of grid neighbours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ from gpy_iterative import random_numbers
 from gpy_iterative.checks import check_choice, check_count, check_flag
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
-from gpy_iterative.randomized.random_features import FeatureSum, FrequencyReport, RandomFeatureMarginalLogLikelihood
+from gpy_iterative.randomized.random_features import FrequencyReport, RandomFeatureMarginalLogLikelihood
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.run import Run
 from gpy_iterative.worker_threads import CPU
@@ -71,12 +71,6 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         check_count("min_frequencies", min_frequencies)
         check_count("frequency_step", frequency_step)
         check_count("max_frequencies", max_frequencies, optional=True)
-        second = min_frequencies + frequency_step
-        if max_frequencies is not None and max_frequencies < second:
-            raise ValueError(
-                f"max_frequencies must be at least min_frequencies + frequency_step = {second}, got {max_frequencies}: the "
-                "grid needs an increment."
-            )
         check_choice("probabilities", probabilities, ("inverse", "adaptive"))
         if not resample and probabilities == "adaptive":
             raise ValueError("resample=False freezes the draw, whose probabilities cannot adapt: take 'inverse'.")
@@ -85,6 +79,8 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
         self.max_frequencies, self.resample = max_frequencies, resample
         self.probabilities = probabilities
+        if max_frequencies is not None:
+            self._grid(0)  # checks it
         if not resample:
             self._line_search = None
 
@@ -92,10 +88,11 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         """m_0, m_1, ..., at least two."""
         largest = num_data // 2 if self.max_frequencies is None else self.max_frequencies
         if largest < self.min_frequencies + self.frequency_step:
+            limit = "max_frequencies" if self.max_frequencies else f"half of {num_data} data"
             raise ValueError(
                 f"The grid of frequencies is empty: min_frequencies = {self.min_frequencies} and frequency_step = "
-                f"{self.frequency_step} leave no increment up to {largest} (max_frequencies, or half of {num_data} data). "
-                "Lower them, or take an exact likelihood for so few data."
+                f"{self.frequency_step} leave no increment up to {largest} ({limit}). Lower them, or take an exact "
+                "likelihood for so few data."
             )
         return torch.arange(self.min_frequencies, largest + 1, self.frequency_step, device=CPU)
 
@@ -124,7 +121,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         count = int(grid[index - 1] if index == len(grid) - 1 else grid[index])
         return count, {"index": torch.tensor(index, device=CPU), "probability": probabilities[index - 1]}
 
-    def _sum(self, num_data: int, draws: Draws) -> FeatureSum:
+    def _sum(self, num_data: int, draws: Draws) -> tuple[Mapping[int, float], float, FrequencyReport]:
         grid, index, probability = self._grid(num_data), int(draws["index"]), float(draws["probability"])
         lower, upper = grid[index - 1 : index + 1].tolist()
         is_exact = index == len(grid) - 1
@@ -133,7 +130,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         if not is_exact:
             weights[upper] = 1 / probability
         report = FrequencyReport(lower if is_exact else upper, index, probability, is_exact)
-        return FeatureSum(weights, 1 / probability if is_exact else 0.0, report)
+        return weights, 1 / probability if is_exact else 0.0, report
 
     def _after(self, num_data: int, run: Run, draws: Draws, densities: Sequence[Tensor]) -> Run:
         if self.probabilities == "inverse":
