@@ -107,8 +107,7 @@ class IterativeLaplaceGP(GP):
                     f"There are {len(x)} training inputs, and targets of shape {tuple(new_targets.shape)}: pass one "
                     "target for each input."
                 )
-            if x.is_floating_point():
-                check_finite(f"train_inputs[{index}]", x)
+            check_finite(f"train_inputs[{index}]", x)
         self.train_inputs, self.train_targets, self._posterior = new_inputs, new_targets, None
 
     def keep_params(self, params: LikelihoodParams | None) -> None:
@@ -216,15 +215,13 @@ class IterativeLaplaceGP(GP):
         """
         check_choice("method", method, get_args(PredictiveMethod))
         *inputs, targets = inputs_and_targets
-        if not isinstance(targets, Tensor):
-            raise TypeError(f"The targets must be a tensor, got {type(targets).__name__}: use torch.as_tensor(...).")
         mean, covariance = self.posterior().moments(*inputs)
+        likelihood = PointwiseLikelihood(self.likelihood, targets, mean.shape[-1], params)
         if mean.dim() != 2 or targets.shape[:1] != mean.shape[:1]:
             raise ValueError(
                 f"predictive_log_prob takes inputs [t, d] and targets [t]; got targets {tuple(targets.shape)} for "
                 f"{tuple(mean.shape[:-1])} points."
             )
-        likelihood = PointwiseLikelihood(self.likelihood, targets, mean.shape[-1], params)
         latent = LatentMarginals(mean, covariance, method, num_samples, self._generator())
         with torch.no_grad():
             return predictive_log_probs(likelihood, latent).to(self._dtype)
@@ -246,8 +243,7 @@ class IterativeLaplaceGP(GP):
         return torch.Generator().manual_seed(self.seed + 2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IterativeLaplaceGP":
-        if self.train_inputs is not None:
-            self.train_inputs = tuple(fn(x) for x in self.train_inputs)
+        self.train_inputs = tuple(map(fn, self.train_inputs or ()))
         if self.train_targets is not None:
             self.train_targets = fn(self.train_targets)
         if self.likelihood_params is not None:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from gpy_iterative.errors import ApproximationWarning, warn
 from gpy_iterative.quadruply.bases.nystrom_basis import NystromBasis
-from gpy_iterative.quadruply.feature_weights import FeatureWeights
+from gpy_iterative.quadruply.feature_weights import FeatureWeights, Head
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
-from gpy_iterative.quadruply.samples import Head, KnownValues, Sample
+from gpy_iterative.quadruply.samples import KnownValues, Sample
 from gpy_iterative.training.data_advice import warn_of_targets
 from gpy_iterative.training.likelihood_forms import expected_log_prob
 
@@ -87,7 +87,7 @@ def gaussian_term(
     Without known values, two independent samples estimate squared residuals.
     """
     if known is None:
-        head = Head(model, model.head_features(rows.x))
+        head = Head(model.weights, model.head_features(rows.x))
         left = model.tail_features(rows.x, head.features, first.groups)
         right = model.tail_features(rows.x, head.features, second.groups)
         square = _product_of_residuals(rows.residual, head, (first, left), (second, right))
@@ -112,7 +112,7 @@ def site_bound(
     It follows from Jensen's inequality, since the sampled latent mean is unbiased given the weights.
     """
     if known is None:
-        head = Head(model, model.head_features(rows.x))
+        head = Head(model.weights, model.head_features(rows.x))
         features = model.tail_features(rows.x, head.features, sample.groups)
         mean, root = head.mean + sample.mean(features), head.root + sample.root(features)
     else:

@@ -146,3 +146,14 @@ class FeatureWeights(_VariationalDistribution):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"seen": None if self.seen is None else []}
+
+
+class Head:
+    """Head features [b, h] and their part of the latent moments."""
+
+    def __init__(self, weights: FeatureWeights, features: Tensor) -> None:
+        self.features = features
+        self.mean = features @ weights.head_mean  # [b]
+        self.root = features @ weights.dense_head_columns  # [b, k]
+        # From C's diagonal columns, [b].
+        self.variance = features[:, weights.num_dense_columns :].square() @ weights.head_variances

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gpy_iterative.changes import identities, same_tensor
 from gpy_iterative.quadruply.data_terms import Call, control_term
+from gpy_iterative.quadruply.feature_weights import Head
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
-from gpy_iterative.quadruply.samples import Head, KnownValues, Sample, draw_set
+from gpy_iterative.quadruply.samples import KnownValues, Sample, draw_set
 from gpy_iterative.quadruply.sizes import TrainingData, control_points, steps_per_batch
 from gpy_iterative.training.run import Part, Run
 from gpy_iterative.worker_threads import CPU
@@ -73,7 +74,7 @@ class KnownLatent:
             path = path + right @ ((more - more.detach()) * new.unsqueeze(-1))
             index, features = torch.cat([index, second.index[new]]), torch.cat([left, right[:, new]], dim=-1)
         total = self.total.to(self.x.dtype) + frozen.weights.num_tail / max(len(index), 1) * path
-        values = KnownValues(Head(frozen, self.head), total, left, right)
+        values = KnownValues(Head(frozen.weights, self.head), total, left, right)
         return values, replace(self, sampled=index, features=features.detach())
 
     @classmethod

@@ -15,7 +15,7 @@ from gpy_iterative.checks import check_autocast, check_count, check_finite, chec
 from gpy_iterative.linear_operators.predicted import DenseOnRequestLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
-from gpy_iterative.quadruply.feature_weights import FeatureWeights, WeightRows
+from gpy_iterative.quadruply.feature_weights import FeatureWeights, Head, WeightRows
 
 #: Features evaluated at a time.
 BLOCK = 8192
@@ -180,13 +180,11 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean [t] without prior mean, `root` and `diagonal` of the covariance."""
-        weights, head = self.weights, self.head_features(x)
-        k = weights.num_dense_columns
-        mean, root = head @ weights.head_mean, head @ weights.dense_head_columns
-        diagonal = head[:, k:].square() @ weights.head_variances
-        if weights.shared_diagonal:
-            diagonal = diagonal + weights.shared_variance * self.tail_prior_variance(x, head)
-        for features, rows in self._tail(x, head):
+        head = Head(self.weights, self.head_features(x))
+        mean, root, diagonal = head.mean, head.root, head.variance
+        if self.weights.shared_diagonal:
+            diagonal = diagonal + self.weights.shared_variance * self.tail_prior_variance(x, head.features)
+        for features, rows in self._tail(x, head.features):
             mean, root = mean + features @ rows.mean, root + features @ rows.columns
             if rows.log_diagonal is not None:
                 diagonal = diagonal + features.square() @ (2 * rows.log_diagonal).exp()

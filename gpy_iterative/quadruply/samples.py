@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpy_iterative.quadruply.feature_weights import Head
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.random_numbers import integers, permutation
 
@@ -33,17 +34,6 @@ def draw_set(total: int, size: int, generator: torch.Generator, *, ring: bool = 
     if size == total:
         return torch.arange(total, device=generator.device)
     return (ring_block if ring else uniform_subset)(total, size, generator)
-
-
-class Head:
-    """Head features [b, h] and their part of the latent moments."""
-
-    def __init__(self, model: QuadruplyStochasticGP, features: Tensor) -> None:
-        weights, self.features = model.weights, features
-        self.mean = features @ weights.head_mean  # [b]
-        self.root = features @ weights.dense_head_columns  # [b, k]
-        # From C's diagonal columns, [b].
-        self.variance = features[:, weights.num_dense_columns :].square() @ weights.head_variances
 
 
 @dataclass(frozen=True)

@@ -78,10 +78,6 @@ class WeightSpacePrior:
         """K [b, b] of some rows, float64."""
         return torch.stack([_term_covariance(term, rows).double() for term in self.terms]).sum(0)
 
-    def check_inputs(self) -> None:
-        for term in self.terms:
-            check_finite("inputs", term.inputs)
-
 
 class WeightSpaceProblem:
     """A prior at all training inputs [n], independent noise and targets [n]."""
@@ -151,7 +147,8 @@ class WeightSpaceProblem:
 
     def _check_finite(self, what: str, *tensors: Tensor) -> None:
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
-            self.prior.check_inputs()
+            for term in self.prior.terms:
+                check_finite("inputs", term.inputs)
             raise NonFiniteError(
                 f"The {what} not finite. Use a smaller learning rate, or constraints on the hyperparameters."
             )

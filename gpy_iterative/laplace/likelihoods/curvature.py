@@ -59,7 +59,8 @@ class BlockCurvature(Curvature):
         return self.eigenvalues.numel()
 
     def pinv(self, columns: Tensor) -> Tensor:
-        return self._rotated(self._coordinates(columns) * _inverse(self.eigenvalues).unsqueeze(-1))
+        inverse = torch.where(self.eigenvalues > 0, 1 / self.eigenvalues, 0.0)
+        return self._rotated(self._coordinates(columns) * inverse.unsqueeze(-1))
 
     def root(self, columns: Tensor) -> Tensor:
         return self._rotated(columns.reshape(*self.eigenvalues.shape, -1) * self.eigenvalues.sqrt().unsqueeze(-1))
@@ -140,7 +141,3 @@ def block_eigh(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _floored(values: Tensor, floor: float, most: float) -> Tensor:
     return values.clamp_min((floor * values.max()).clamp(0, most))
-
-
-def _inverse(values: Tensor) -> Tensor:
-    return torch.where(values > 0, 1 / values, torch.zeros_like(values))

@@ -30,10 +30,6 @@ _FRACTIONS = (lambda _, y: (y > 0) & (y < 1), "targets must lie strictly between
 PROBIT_TAIL, TAIL_TERMS = -12.0, 16
 
 
-def _block(values: Tensor) -> Tensor:
-    return values.unsqueeze(-1).unsqueeze(-1)
-
-
 def _probit_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     z = (2 * y - 1) * f[..., 0]
     low = z < PROBIT_TAIL
@@ -121,7 +117,7 @@ def _student_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 def _student_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     nu, noise = likelihood.deg_free.to(f.dtype), likelihood.noise.to(f.dtype)
-    return _block(((nu + 1) / ((nu + 3) * noise)).expand(f.shape[0]))
+    return ((nu + 1) / ((nu + 3) * noise)).expand(len(f))[:, None, None]
 
 
 def _beta_concentrations(likelihood: Likelihood, f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +134,7 @@ def _beta_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 def _beta_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     alpha, beta, slope = _beta_concentrations(likelihood, f)
     # polygamma(1, .) is differentiable.
-    return _block(slope.square() * (torch.polygamma(1, alpha) + torch.polygamma(1, beta)))
+    return (slope.square() * (torch.polygamma(1, alpha) + torch.polygamma(1, beta)))[:, None, None]
 
 
 def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
