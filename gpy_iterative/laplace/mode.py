@@ -36,18 +36,13 @@ class LaplaceFit:
 
     snapshot: ModelSnapshot
     inputs: list[Tensor]
-    targets: Tensor
-    params: tuple[Any, ...]
     prior: LatentPrior
+    likelihood: PointwiseLikelihood
     distribution: MultivariateNormal
     is_single: bool  # predictions have no latent dimension
     solution: LaplaceSolution
     mode_weights: Tensor  # v of the mode
     stats: tuple[SolveStats, ...]  # of mode and refinements
-
-    @property
-    def likelihood(self) -> PointwiseLikelihood:
-        return PointwiseLikelihood(self.snapshot.likelihood, self.targets, self.prior.num_latents, self.params)
 
     @property
     def report(self) -> ModeReport:

@@ -241,7 +241,7 @@ class LaplacePosterior:
         snapshot.hand_back(self.model, self.likelihood)
         is_single = prior.num_latents == 1 and not isinstance(distribution, MultitaskMultivariateNormal)
         found = solution, solution.value, (solution.stats,)
-        return LaplaceFit(snapshot, inputs, targets, params, prior, distribution, is_single, *found)
+        return LaplaceFit(snapshot, inputs, prior, likelihood, distribution, is_single, *found)
 
     def _mode_solver(self, prior: LatentPrior) -> LaplaceSolver:
         solver = default_laplace_solver(prior.size) if self._solver is None else self._solver

@@ -178,7 +178,6 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         check_fraction("hyper_learning_rate", hyper_learning_rate, ends=True)
         check_count("num_data", num_data)
         optimizers: list[torch.optim.Optimizer] = []
-        own = [] if likelihood is None else list(likelihood.parameters())
         sampled = [*_other_weights(model.weights, has_own_head), *model.basis.sampled_parameters()]
         if has_own_head:
             optimizers.append(HeadNaturalGradient(model.weights, num_data=num_data))
@@ -187,21 +186,19 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         if type(likelihood) is GaussianLikelihood and likelihood.noise_covar.raw_noise.requires_grad:
             optimizers.append(NoiseNaturalGradient(likelihood))
         taken = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        own = () if likelihood is None else likelihood.parameters()
         hyper = [p for p in (*model.hyperparameters(), *own) if p.requires_grad and id(p) not in taken]
         if hyper and hyper_learning_rate:
             optimizers.append(torch.optim.Adam(hyper, lr=hyper_learning_rate))
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
         self.optimizers, self.num_done = optimizers, 0
         self.num_data, self.num_steps = num_data, num_steps
-        self.all_parameters = [*model.parameters(), *own]
+        self.modules: list[torch.nn.Module] = [model] if likelihood is None else [model, likelihood]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients of untrained parameters too."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
-        for parameter in self.all_parameters:
-            if parameter.grad is not None:
-                parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
+        for part in (*self.optimizers, *self.modules):
+            part.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Returns the closure's value."""

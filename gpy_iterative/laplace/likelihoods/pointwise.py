@@ -77,12 +77,7 @@ class PointwiseLikelihood:
     def __init__(self, likelihood: Likelihood, targets: Tensor, num_latents: int, params: Sequence[Any] = ()) -> None:
         check_laplace_likelihood(likelihood)
         self.likelihood, self.num_latents, self.params = likelihood, num_latents, tuple(params)
-        registered = form_of(likelihood)
-        any_form = LikelihoodForm(
-            self._generic_log_prob, num_latents=lambda _: None, target_per_latent=None, takes_samples=False
-        )
-        self._form = registered or any_form
-        if registered is not None:
+        if form_of(likelihood) is not None:
             self._check_no_params()
         self._check_latents()
         self._check_targets(targets)
@@ -90,6 +85,11 @@ class PointwiseLikelihood:
             kept = targets.clone() if targets.is_inference() else targets.detach()
             self.targets = kept.long() if self.is_categorical else kept.double()
         self._warned = False
+
+    @property
+    def _form(self) -> LikelihoodForm:
+        unknown = {"num_latents": lambda _: None, "target_per_latent": None, "takes_samples": False}
+        return form_of(self.likelihood) or LikelihoodForm(self._generic_log_prob, **unknown)
 
     @property
     def name(self) -> str:
