@@ -276,6 +276,20 @@ def test_elbo_gradient_is_its_derivative(name: str, kind: str) -> None:
     assert_derivative(bound, problem.model.parameters())
 
 
+@pytest.mark.parametrize(("name", "scale"), [("logit", 1e3), ("negative-binomial", 1e5)])
+def test_elbo_of_a_wide_prior(name: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Natural steps overshoot, and some reach no Gaussian: halved ones must do."""
+    monkeypatch.setattr("gpy_iterative.laplace.elbo.TOLERANCE", 1e-7)
+    problem = case(name, n=30)
+    problem.model.covar_module.outputscale = scale
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo")
+    bound = lambda: mll(problem.model(problem.x), problem.y) * 30
+    problem.model.zero_grad()
+    bound().backward()
+    assert mll.report.status is SolveStatus.CONVERGED
+    assert_derivative(bound, problem.model.parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("poisson-log", "own"), ("student", "own"), *LAYOUTS[-4:]])
 def test_elbo_gradient_in_a_subspace_is_its_derivative(name: str, kind: str) -> None:
@@ -379,6 +393,18 @@ def test_the_posterior_is_that_of_the_training() -> None:
     other = case("logit", n=30)
     with pytest.raises(ValueError, match="not the model's own"):
         LaplaceMarginalLogLikelihood(problem.likelihood, other.model)
+
+
+def test_targets_are_a_tensor() -> None:
+    problem = case("logit", n=8)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model)
+    with pytest.raises(ValueError, match="targets must be a tensor, got list"):
+        mll(problem.model(problem.x), problem.y.tolist())
+    with pytest.raises(TypeError, match="targets must be a tensor, got list"):
+        problem.model.set_train_data(targets=problem.y.tolist())
+    with pytest.raises(TypeError, match="inputs must be a tensor, or several of them, got ndarray"):
+        problem.model.set_train_data(problem.x.numpy())
+    assert mll(problem.model(problem.x), problem.y).isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -77,6 +77,32 @@ def test_full_columns_at_the_optimum_give_the_exact_marginal_likelihood() -> Non
     torch.testing.assert_close(mll.exact_value(x, y), reference, rtol=1e-9, atol=0)
 
 
+class Penalty(gpytorch.mlls.AddedLossTerm):
+    def loss(self) -> Tensor:
+        return torch.tensor(0.25).double()
+
+
+def test_priors_and_added_loss_terms_count_as_in_gpytorch() -> None:
+    """See `gpytorch.mlls.VariationalELBO`."""
+    model, x, y = fourier_problem()
+    likelihood = gaussian_likelihood(NOISE)
+    plain = QuadruplyStochasticELBO(likelihood, model, generator=0).exact_value(x, y)
+    prior = gpytorch.priors.GammaPrior(2.0, 3.0)
+    likelihood.register_prior("noise_prior", prior, lambda module: module.noise, lambda module, value: None)
+    model.register_added_loss_term("penalty")
+    model.update_added_loss_term("penalty", Penalty())
+    with_both = QuadruplyStochasticELBO(likelihood, model, generator=0).exact_value(x, y)
+    expected = plain + prior.log_prob(likelihood.noise).sum() / len(y) - 0.25
+    torch.testing.assert_close(with_both, expected)
+
+
+def test_the_exact_value_is_that_of_all_data() -> None:
+    model, x, y = fourier_problem()
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, num_data=60, generator=0)
+    with pytest.raises(ValueError, match="num_data is 60, but 30 rows were passed"):
+        mll.exact_value(x[:30], y[:30])
+
+
 @pytest.mark.parametrize("k", [0, 4, 40])
 def test_best_chevrons_rise_to_it(k: int) -> None:
     model, x, y = fourier_problem(num_dense_columns=k, shared_diagonal=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.literal_newton import LiteralNewton
 from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.laplace.likelihoods.curvature import BlockCurvature
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
 from gpy_iterative.laplace.newton import newton
 from gpy_iterative.laplace.newton.base import Problem
@@ -208,6 +209,20 @@ def test_recycled_subspaces_are_solved_already(monkeypatch: pytest.MonkeyPatch) 
         change = grown.append(action, image, rhs.unsqueeze(-1)).squeeze(-1)
         coefficients = torch.cat([coefficients, coefficients.new_zeros(1)]) + change
     torch.testing.assert_close(again.actions @ coefficients, v)
+
+
+def test_an_action_that_is_nearly_known_is_solved_with_the_others() -> None:
+    """One kernel function and hardly any noise: a second action adds rounding, unless all are factored again."""
+    noise, kernel = 1e-12, torch.full((6, 6), 1e3, dtype=torch.float64)
+    curvature, actions = BlockCurvature(torch.full((6, 1), 1 / noise).double()), torch.eye(6, dtype=torch.float64)
+    rhs = torch.sin(torch.arange(6.0, dtype=torch.float64)).unsqueeze(-1)
+    system = GalerkinSystem(ActionBasis(6, 6, kernel), curvature)
+    coefficients = rhs.new_zeros(0, 1)
+    for action, image in zip(actions[:2], kernel[:2], strict=True):
+        coefficients = torch.cat([coefficients, rhs.new_zeros(1, 1)]) + system.append(action, image, rhs)
+    torch.testing.assert_close(coefficients, system.solve(rhs))
+    mean = (rhs[0] + rhs[1]) / 4e3  # each half of the least norm's solution
+    torch.testing.assert_close(coefficients, mean.expand(2, 1), check_stride=False)
 
 
 def test_computational_uncertainty_is_never_negative_and_shrinks() -> None:
