@@ -153,14 +153,12 @@ class IterativeLaplaceGP(GP):
         is_asked = progress is not False or any(argument is not None for argument in given)
         kept = None if is_asked or options != self._posterior_options else self._posterior
         if kept is None or kept.likelihood is not self.likelihood:
-            solver = self.solver if solver is None else solver
-            products = self.products if products is None else products
             arguments = self.likelihood_params if params is None else LikelihoodParams.given(params, self)
             kept = LaplacePosterior(
                 self,
                 self.likelihood,
-                solver=solver,
-                products=products,
+                solver=solver or self.solver,
+                products=products or self.products,
                 seed=self.seed,
                 initial_weights=initial_weights,
                 params=() if arguments is None else arguments.current(self),
