@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,8 +102,6 @@ class ExponentialTruncation:
     def log_survival(self, steps: Tensor) -> Tensor:
         """See `Truncation.log_survival`."""
         beyond = steps.double() - self.min_steps
-        if self.max_steps is None:
-            return -self.rate * beyond.clamp_min(0)
         # S_j = (e^-ak - e^-aL) / (1 - e^-aL) with k = j - min_steps; 1 - cdf would cancel.
         ahead = (self._support - beyond).clamp_min(0)
         survival = -self.rate * beyond + self._log_mass(ahead) - self._log_mass(ahead.new_tensor(self._support))
@@ -243,9 +242,7 @@ def decay_rate(energies: Tensor) -> float:
     if len(logarithms) < 4:
         return math.inf
     half = logarithms[len(logarithms) // 2 :]
-    steps = torch.arange(len(half), dtype=torch.float64, device=CPU)
-    steps -= steps.mean()
-    return -float((steps * half).sum() / steps.square().sum())
+    return -float(np.polyfit(range(len(half)), half, 1)[0])
 
 
 def _largest_rate(dtype: torch.dtype) -> float:

@@ -55,7 +55,5 @@ class SmoothedLikelihood(PointwiseLikelihood):
 
 def symmetric_roots(blocks: Tensor) -> Tensor:
     """Symmetric roots; negative eigenvalues become zero."""
-    if blocks.shape[-1] == 1:
-        return blocks.clamp_min(0).sqrt()
     values, vectors = block_eigh(blocks)
     return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
