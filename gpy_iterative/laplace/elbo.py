@@ -218,9 +218,7 @@ def _lengths(steps: Sequence[NaturalStep], q: Gaussian) -> Tensor:
 def _mixed(
     problem: BoundProblem, current: Gaussian, steps: Sequence[NaturalStep], lengths: Tensor
 ) -> tuple[Gaussian, float] | None:
-    """Anderson acceleration (Walker and Ni 2011): full steps overshoot under a wide prior."""
-    if len(steps) == 1:
-        return None
+    """Anderson acceleration (Walker and Ni 2011): full steps, as the first, overshoot under a wide prior."""
     changes = lengths[:, :-1] - lengths[:, -1:]
     older = -torch.linalg.pinv(changes.mT @ changes, hermitian=True) @ (changes.mT @ lengths[:, -1])
     weights = [*older.tolist(), 1 - float(older.sum())]

@@ -127,13 +127,10 @@ class Member:
 
 
 def stacked_members(members: list[DensityEstimate], batch: torch.Size) -> DensityEstimate:
-    if not batch:
-        return members[0]
-
     def stacked(items: list[Any]) -> dict[str, Tensor]:
         names = [name for name, value in vars(items[0]).items() if isinstance(value, Tensor)]
         tensors = {name: torch.stack([getattr(item, name) for item in items]) for name in names}
-        return {name: tensor.reshape(*batch, *tensor.shape[1:]) for name, tensor in tensors.items()}
+        return {name: tensor.reshape((*batch, *tensor.shape[1:])) for name, tensor in tensors.items()}
 
     reports = [member.truncation for member in members]
     return dataclasses.replace(
