@@ -65,15 +65,12 @@ class BoundProblem:
         matrix.diagonal().add_(1)
         return matrix
 
-    def at(
-        self, coefficients: Tensor, sites: Tensor, precision: Tensor, residual: Tensor | None = None
-    ) -> "Gaussian | None":
+    def at(self, coefficients: Tensor, residual: Tensor, sites: Tensor, precision: Tensor) -> "Gaussian | None":
         """The Gaussian at b + Q^-1 residual; None if Q is indefinite or the bound not finite."""
         factor, info = torch.linalg.cholesky_ex(precision)
         if info.any():
             return None
-        if residual is not None:
-            coefficients = coefficients + torch.cholesky_solve(residual.unsqueeze(-1), factor).squeeze(-1)
+        coefficients = coefficients + torch.cholesky_solve(residual.unsqueeze(-1), factor).squeeze(-1)
         roots = torch.linalg.solve_triangular(factor, self.features.mT, upper=False).mT.contiguous()
         known = self.by_point(roots) @ self.by_point(roots).mT
         means, blocks = self.mean + (self.features @ coefficients).view_as(self.mean), self.rest + known
@@ -187,7 +184,8 @@ def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussi
     # Log densities with fast tails have no finite average under a wide Gaussian.
     sites = solution.curvature.blocks()
     sites = sites + torch.eye(sites.shape[-1], dtype=sites.dtype, device=sites.device)
-    current = problem.at(problem.features.mT @ solution.value.flatten(), sites, problem.precision(sites))
+    coefficients = problem.features.mT @ solution.value.flatten()
+    current = problem.at(coefficients, torch.zeros_like(coefficients), sites, problem.precision(sites))
     if current is None:
         raise NonFiniteError(
             f"The lower bound of {problem.likelihood.name} is not finite at the mode: check data and outputscale, or use "
@@ -223,7 +221,7 @@ def _mixed(
     older = -torch.linalg.pinv(changes.mT @ changes, hermitian=True) @ (changes.mT @ lengths[:, -1])
     weights = [*older.tolist(), 1 - float(older.sum())]
     mixture = NaturalStep(*(sum(map(mul, weights, parts)) for parts in zip(*steps, strict=True)))
-    trial = problem.at(mixture.coefficients, mixture.wanted, problem.precision(mixture.wanted), mixture.residual)
+    trial = problem.at(mixture.coefficients, mixture.residual, mixture.wanted, problem.precision(mixture.wanted))
     return _accepted(current, trial, steps[-1])
 
 
@@ -232,9 +230,9 @@ def _ascended(problem: BoundProblem, current: Gaussian, step: NaturalStep) -> tu
     while length > SHORTEST_STEP:
         trial = problem.at(
             step.coefficients,
+            length * step.residual,
             torch.lerp(step.sites, step.wanted, length),
             torch.lerp(current.precision, precision, length),
-            length * step.residual,
         )
         found = _accepted(current, trial, step)
         if found is not None:

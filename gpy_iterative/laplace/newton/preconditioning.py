@@ -71,10 +71,8 @@ def latent_factor(
     mean = curvature.blocks().diagonal(dim1=-2, dim2=-1).mean()
     noise = float(1 / mean) if mean > 0 else 1.0
     kernels = function_kernels(operator)
-    if kernels is None:
-        parts = [operator]
-    else:
-        parts = [kernels[member] for member in range(latents)] if kernels.batch_shape else [kernels]
+    whole = operator if kernels is None else kernels
+    parts = [whole[member] for member in range(latents)] if whole.batch_shape else [whole]
     diagonals = [part.diagonal(dim1=-1, dim2=-2).detach() for part in parts]
     built = [
         recipe.build(NoisyLinearOperator(part, torch.full_like(diagonal, noise)), generator=generator)
