@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -242,7 +241,9 @@ def decay_rate(energies: Tensor) -> float:
     if len(logarithms) < 4:
         return math.inf
     half = logarithms[len(logarithms) // 2 :]
-    return -float(np.polyfit(range(len(half)), half, 1)[0])
+    steps = torch.arange(len(half), dtype=torch.float64, device=CPU)
+    steps -= steps.mean()
+    return -float((steps * half).sum() / steps.square().sum())
 
 
 def _largest_rate(dtype: torch.dtype) -> float:
