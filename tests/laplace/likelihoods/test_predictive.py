@@ -3,10 +3,18 @@
 import math
 
 import torch
-from gpytorch.likelihoods import SoftmaxLikelihood
+from gpytorch.likelihoods import Likelihood, SoftmaxLikelihood
 from torch import Tensor
+from torch.distributions import Independent, MultivariateNormal, Normal
 
-from gpy_iterative.laplace.likelihoods.predictive import LatentMarginals, PredictiveMethod, class_probabilities
+from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
+from gpy_iterative.laplace.likelihoods.predictive import (
+    LatentMarginals,
+    PredictiveMethod,
+    class_probabilities,
+    predictive_log_probs,
+)
+from tests.monte_carlo import assert_mean_within
 
 
 def probabilities(mean: Tensor, covariance: Tensor, method: PredictiveMethod, num_samples: int = 1) -> Tensor:
@@ -42,3 +50,21 @@ def test_pairwise_is_near_samples() -> None:
     mean, covariance = marginals()
     sampled = probabilities(mean, covariance, "mc", num_samples=4000)
     torch.testing.assert_close(probabilities(mean, covariance, "pairwise"), sampled, rtol=0, atol=0.04)
+
+
+class SeveralOutputs(Likelihood):
+    """Normal outputs, which the package does not know as such."""
+
+    def forward(self, f: Tensor) -> Independent:
+        return Independent(Normal(f, 0.5), 1)
+
+
+def test_an_unknown_likelihood_of_several_functions_is_averaged_over_samples() -> None:
+    mean, covariance = marginals()
+    likelihood = PointwiseLikelihood(SeveralOutputs(), torch.zeros(2, 3).double(), 3)
+    exact = MultivariateNormal(mean, covariance + 0.25 * torch.eye(3).double()).log_prob(likelihood.targets).exp()
+    draws = []
+    for seed in range(100):
+        latent = LatentMarginals(mean, covariance, "mc", 20, torch.Generator().manual_seed(seed))
+        draws.append(predictive_log_probs(likelihood, latent).exp() / exact)
+    assert_mean_within(torch.stack(draws), 1.0, max_sem=0.1)
