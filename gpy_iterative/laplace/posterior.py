@@ -70,7 +70,8 @@ class LaplacePosterior:
 
     Args:
         model: with training data; its `forward` returns the prior.
-        likelihood, solver, seed, num_refinements: as in `IterativeLaplaceGP`.
+        likelihood, solver, seed: as in `IterativeLaplaceGP`.
+        num_refinements: as there; may be changed later.
         initial_weights, params, progress: as in `IterativeLaplaceGP.posterior`.
 
     Raises:
@@ -106,16 +107,6 @@ class LaplacePosterior:
         self._fit: LaplaceFit | None = None
         self._lock = OwnLock()
         self._current(initial_weights)
-
-    @property
-    def num_refinements(self) -> int:
-        """Number of refinements, computed when needed."""
-        return self._num_refinements
-
-    @num_refinements.setter
-    def num_refinements(self, value: int) -> None:
-        check_count("num_refinements", value, least=0)
-        self._num_refinements = int(value)
 
     @property
     def solution(self) -> LaplaceSolution:
@@ -192,6 +183,7 @@ class LaplacePosterior:
         return LaplaceSamplePaths(fit.snapshot, functions, fit.inputs, update.to(fit.prior.mean.dtype), self._products)
 
     def _current(self, initial_weights: Tensor | None = None) -> LaplaceFit:
+        check_count("num_refinements", self.num_refinements, least=0)
         with self._lock:
             fit = self._fit
             if fit is not None and not fit.snapshot.describes(self.model, self.likelihood):
