@@ -74,7 +74,8 @@ class KnownLatent:
             path = path + right @ ((more - more.detach()) * new.unsqueeze(-1))
             index, features = torch.cat([index, second.index[new]]), torch.cat([left, right[:, new]], dim=-1)
         total = self.total.to(self.x.dtype) + frozen.weights.num_tail / max(len(index), 1) * path
-        values = KnownValues(Head(frozen.weights, self.head), total, left, right)
+        head = Head(frozen.weights, self.head)
+        values = KnownValues(head, head.mean + total[:, 0], head.root + total[:, 1:], left, right)
         return values, replace(self, sampled=index, features=features.detach())
 
     @classmethod

@@ -41,18 +41,10 @@ class KnownValues:
     """Latent moments from all features at p points, with two samples' gradient."""
 
     head: Head
-    total: Tensor  # Phi (mu, C_d) of the tail, [p, 1 + k]
+    mean: Tensor  # minus prior mean, [p]
+    root: Tensor  # [p, k]
     left: Tensor  # first sample's features, [p, t]
     right: Tensor  # second sample's, [p, t]
-
-    @property
-    def mean(self) -> Tensor:
-        """Latent mean minus prior mean, [p]."""
-        return self.head.mean + self.total[:, 0]
-
-    @property
-    def root(self) -> Tensor:
-        return self.head.root + self.total[:, 1:]
 
 
 class Sample:
