@@ -169,7 +169,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
             estimate = self._estimate(fixed, likelihood, solution, solver, generator)
         value = estimate.with_gradient(prior, likelihood).to(function_dist.mean.dtype)
         value = self._add_other_terms(value, params).div_(target.numel())
-        self._warn_once(solution, estimate, solver, prior.operator.dtype)
+        self._warn_once(solution, estimate, solver.advice(solution, prior.operator.dtype))
         self.report = LaplaceReport(
             status=estimate.status,
             iterations=solution.num_outer,
@@ -271,18 +271,12 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         options = {"num_probes": self.num_probes, "tolerance": self.tolerance, "generator": generator}
         return stochastic_evidence(prior, likelihood, solution, **options)
 
-    def _warn_once(
-        self,
-        solution: LaplaceSolution,
-        estimate: ObjectiveEstimate,
-        solver: LaplaceSolver,
-        dtype: torch.dtype,
-    ) -> None:
+    def _warn_once(self, solution: LaplaceSolution, estimate: ObjectiveEstimate, advice_on_mode: str) -> None:
         status = estimate.status
         if status is SolveStatus.CONVERGED or status in self.warned_of:
             return
         has_mode = solution.converged or self.objective == "elbo"
-        warn(estimate.advice if has_mode else solver.advice(solution, dtype), ConvergenceWarning)
+        warn(estimate.advice if has_mode else advice_on_mode, ConvergenceWarning)
         self.warned_of.add(status)
 
     def _move_run(self, function: Callable[[Tensor], Tensor]) -> None:
