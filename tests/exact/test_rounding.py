@@ -38,6 +38,8 @@ KERNELS = {
     "radial": gpytorch.kernels.RBFKernel,
     "periodic": lambda: gpytorch.kernels.RBFKernel() * gpytorch.kernels.PeriodicKernel(),
     "product": lambda: gpytorch.kernels.RBFKernel() * gpytorch.kernels.MaternKernel(),
+    "sum": lambda: gpytorch.kernels.RBFKernel() + gpytorch.kernels.RBFKernel(active_dims=(0,)),
+    "separable": lambda: gpytorch.kernels.RBFKernel(active_dims=(0,)) * gpytorch.kernels.MaternKernel(active_dims=(1,)),
     "generic": lambda: gpytorch.kernels.RBFKernel() * OwnKernel(),
 }
 
@@ -202,7 +204,9 @@ def test_sample_paths_stay_the_same_functions_when_they_become_float64() -> None
     assert (values - model.train_targets).square().mean().sqrt() < 0.015
 
 
-def test_new_observations_keep_the_precision() -> None:
+@pytest.mark.parametrize("count", [20, 100])
+def test_new_observations_keep_the_precision(count: int) -> None:
+    """Those after 200 move the centre of the inputs, and so their rounding."""
     model, true = (smooth_function(dtype, 1e-4) for dtype in (torch.float32, torch.float64))
     assert model.train_inputs is not None
     assert model.train_targets is not None
@@ -210,12 +214,30 @@ def test_new_observations_keep_the_precision() -> None:
     points = torch.rand(20, 2, generator=torch.Generator().manual_seed(1)).mul(3)
     exact = gpi.prediction.PathwisePosterior(true, true.likelihood)(points.double())
     fewer = copy.deepcopy(model)
-    fewer.set_train_data(x[:-20], y[:-20], strict=False)
+    fewer.set_train_data(x[:-count], y[:-count], strict=False)
     posterior = gpi.prediction.PathwisePosterior(fewer, fewer.likelihood)
     posterior(points).variance  # noqa: B018, it makes the factor that is extended
-    found = posterior.condition_on_observations(x[-20:], y[-20:])(points)
+    found = posterior.condition_on_observations(x[-count:], y[-count:])(points)
     assert ((found.mean - exact.mean) / exact.variance.sqrt()).abs().max() < 0.01
     torch.testing.assert_close(found.variance.double(), exact.variance, rtol=0.001, atol=0)
+
+
+@pytest.mark.parametrize("exact_below", [0, N])
+@pytest.mark.parametrize("kernel", ["radial", "sum", "separable"])
+def test_missing_targets_keep_the_precision(kernel: str, exact_below: int) -> None:
+    """Observed data had another centre than all data, and another rounding: means were standard deviations off."""
+    points, found = torch.rand(20, 2, generator=torch.Generator().manual_seed(1)).mul(3), []
+    for dtype in (torch.float32, torch.float64):
+        model = smooth_function(dtype, 1e-6, kernel)
+        assert model.train_targets is not None
+        model.train_targets[::3] = torch.nan
+        with gpytorch.settings.observation_nan_policy("mask"), gpytorch.settings.min_variance(float_value=0.0):
+            posterior = gpi.prediction.PathwisePosterior(model, model.likelihood, exact_below=exact_below)
+            prediction = posterior(points.to(dtype))
+            found.append((prediction.mean.double(), prediction.variance.double()))
+    (mean, variance), (exact_mean, exact_variance) = found
+    assert ((mean - exact_mean) / exact_variance.sqrt()).abs().max() < 0.01
+    torch.testing.assert_close(variance, exact_variance, rtol=0.001, atol=0)
 
 
 @pytest.mark.parametrize("kernel", ["rbf", "sum", "linear"])

@@ -14,15 +14,18 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from gpy_iterative.checks import check_autocast, check_finite, check_same_kind
+from gpy_iterative.linear_operators.extensions import all_parts
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
+from gpy_iterative.linear_operators.interpolated import GridLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
-from gpy_iterative.training.training_system import prior_at, unexpanded
+from gpy_iterative.training.training_system import TrainingSystem, prior_at, unexpanded
 
+ALL = slice(None)
 _COMPOSITIONS = (
     BlockInterleavedLinearOperator,
     ConstantMulLinearOperator,
@@ -152,19 +155,29 @@ def covariance_blocks(
     return test_train, _rounded_as(test_train, test_test)
 
 
-def _rounded_as(test_train: LinearOperator, test_test: LinearOperator) -> LinearOperator:
-    """K(x, x) at the scaled inputs of K(x, X): another centre rounds them otherwise."""
-    if isinstance(test_test, NoisyLinearOperator):
-        return NoisyLinearOperator(_rounded_as(test_train, test_test.kernel), test_test.noise)
-    if isinstance(test_test, RadialKernelLinearOperator) and isinstance(test_train, RadialKernelLinearOperator):
-        same = test_train.x1.numel() == test_test.x1.numel()
-        return test_test.at(test_train.x1.reshape(test_test.x1.shape)) if same else test_test
-    is_alike = type(test_test) is type(test_train) and len(test_test._args) == len(test_train._args)
-    if is_alike and isinstance(test_test, _COMPOSITIONS):
-        pairs = zip(test_train._args, test_test._args, strict=True)
-        parts = [_rounded_as(*pair) if isinstance(pair[0], LinearOperator) else pair[1] for pair in pairs]
-        return type(test_test)(*parts, **test_test._kwargs)
-    return test_test
+def rounded_as_all_data(system: TrainingSystem, products: KernelProducts) -> TrainingSystem:
+    """With missing targets, the system at the scaled inputs of K(x, X), whose centre is that of all data."""
+    # A grid without bounds is that of the last evaluation.
+    if system.observed is None or any(isinstance(part, GridLinearOperator) for part in all_parts(system.operator)):
+        return system
+    whole = kernel_operator(system.prior.lazy_covariance_matrix, products)
+    whole = whole.kernel if isinstance(whole, NoisyLinearOperator) else whole
+    return replace(system, operator=_rounded_as(whole, system.operator, system.observed))
+
+
+def _rounded_as(known: LinearOperator, operator: LinearOperator, rows: Tensor | slice = ALL) -> LinearOperator:
+    """K(x, x) at the scaled inputs of these rows of K(x, X): another centre rounds them otherwise."""
+    if isinstance(operator, NoisyLinearOperator):
+        return NoisyLinearOperator(_rounded_as(known, operator.kernel, rows), operator.noise)
+    if isinstance(operator, RadialKernelLinearOperator) and isinstance(known, RadialKernelLinearOperator):
+        x1 = known.x1[..., rows, :]
+        return operator.at(x1.reshape(operator.x1.shape)) if x1.numel() == operator.x1.numel() else operator
+    is_alike = type(operator) is type(known) and len(operator._args) == len(known._args)
+    if is_alike and isinstance(operator, _COMPOSITIONS):
+        pairs = zip(known._args, operator._args, strict=True)
+        parts = [_rounded_as(*pair, rows) if isinstance(pair[0], LinearOperator) else pair[1] for pair in pairs]
+        return type(operator)(*parts, **operator._kwargs)
+    return operator
 
 
 def expanded(operator: LinearOperator, batch: torch.Size) -> LinearOperator:

@@ -16,7 +16,13 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, check_instance, check_number, generator_or_seed
 from gpy_iterative.exact.prediction.blocks import converted, product, scatter_rows
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
-from gpy_iterative.exact.prediction.joint_prior import JointPrior, checked_inputs, graph_for, joint_prior
+from gpy_iterative.exact.prediction.joint_prior import (
+    JointPrior,
+    checked_inputs,
+    graph_for,
+    joint_prior,
+    rounded_as_all_data,
+)
 from gpy_iterative.exact.prediction.new_observations import (
     check_observations,
     check_without_gradients,
@@ -296,7 +302,7 @@ class PathwisePosterior:
         snapshot = ModelSnapshot.of(self._model, self.likelihood)
         model, likelihood = snapshot.model, snapshot.likelihood
         params, kwargs = self._params.current(model), self._params.current_kwargs(model)
-        system = training_system(model, likelihood, params, self._products, kwargs)
+        system = rounded_as_all_data(training_system(model, likelihood, params, self._products, kwargs), self._products)
         # Factors of a batch count together.
         is_exact = isinstance(self._solver, Cholesky) or system.operator.shape.numel() <= self._exact_below**2
         was_in_float64 = known is not None and known.system.operator.dtype == torch.float64

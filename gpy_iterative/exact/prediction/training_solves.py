@@ -14,6 +14,7 @@ from gpy_iterative.exact.prediction.projection import ExactProjection, GalerkinP
 from gpy_iterative.exact.prediction.variance_error import VarianceError, lower_variance_error
 from gpy_iterative.exact.probes import RandomFeatures, frequency_draws
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.radial_inputs import CENTRE_ROWS
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver, product_rounding
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
@@ -147,6 +148,8 @@ class TrainingSolves:
     def _carry_over(self, known: "TrainingSolves") -> None:
         operator, observed, size = self.system.operator, self.system.observed, known.system.operator.shape[-1]
         factor, projection = known._cholesky, known._projection
+        if size < CENTRE_ROWS and self.system.prior.loc.dtype != torch.float64:
+            return  # new data move the centre of the inputs, and K(x, X) rounds the known ones otherwise
         if self._is_exact and factor is not None:
             self._cholesky = factor.extended(new_rows(operator, size))
         elif not self._is_exact and isinstance(projection, GalerkinProjection) and projection.local is not None:
