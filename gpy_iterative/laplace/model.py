@@ -241,7 +241,8 @@ class IterativeLaplaceGP(GP):
         return torch.Generator().manual_seed(self.seed + 2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IterativeLaplaceGP":
-        self.train_inputs = tuple(map(fn, self.train_inputs or ()))
+        if self.train_inputs is not None:
+            self.train_inputs = tuple(map(fn, self.train_inputs))
         if self.train_targets is not None:
             self.train_targets = fn(self.train_targets)
         if self.likelihood_params is not None:

@@ -10,20 +10,33 @@ import torch
 from linear_operator import LinearOperator
 from linear_operator.operators import (
     CholLinearOperator,
-    RootLinearOperator,
+    DiagLinearOperator,
+    LowRankRootAddedDiagLinearOperator,
+    LowRankRootLinearOperator,
+    PsdSumLinearOperator,
     SumLinearOperator,
     TriangularLinearOperator,
     ZeroLinearOperator,
 )
+from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
+
+#: Jitters of a factor, each ten times the one before; the first is a rounding error.
+MAX_TRIES = 6
 
 
 class _ByCholesky(LinearOperator):
-    def evaluate_kernel(self) -> LinearOperator:
-        return self  # a copy would not share its matrix and factor
-
     def _choose_root_method(self) -> str:
         return "cholesky"
+
+    def _cholesky(self, upper: bool | None = False) -> TriangularLinearOperator:
+        """In float64, of the correlations: jitter is relative to each variance."""
+        matrix = self.to_dense().double()
+        deviation = matrix.detach().diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(matrix.dtype).tiny).sqrt()
+        correlation = matrix / (deviation.unsqueeze(-1) * deviation.unsqueeze(-2))
+        lower = psd_safe_cholesky(correlation, jitter=torch.finfo(self.dtype).eps, max_tries=MAX_TRIES)
+        lower = (deviation.unsqueeze(-1) * lower).to(self.dtype)
+        return TriangularLinearOperator(lower.mT.contiguous() if upper else lower, upper=upper)
 
     def _solve(self, rhs: Tensor, preconditioner: Any = None, num_tridiag: int | None = 0) -> Tensor:
         return self.cholesky()._cholesky_solve(rhs)
@@ -39,6 +52,9 @@ class _ByCholesky(LinearOperator):
             return CovarianceSumLinearOperator(self, other)
         return super().__add__(other)
 
+    def add_diagonal(self, diag: Tensor) -> LinearOperator:
+        return self + super().add_diagonal(diag)._diag_tensor
+
 
 class CovarianceSumLinearOperator(_ByCholesky, SumLinearOperator):
     """As a latent covariance plus noise."""
@@ -47,8 +63,29 @@ class CovarianceSumLinearOperator(_ByCholesky, SumLinearOperator):
         return type(self)(*(term._getitem(row_index, col_index, *batch_indices) for term in self.linear_ops))
 
 
-class RootCovarianceLinearOperator(_ByCholesky, RootLinearOperator):
+class RootCovarianceLinearOperator(LowRankRootLinearOperator):
     """R R^T, sampled by R."""
+
+    def __add__(self, other: Any) -> LinearOperator:
+        if isinstance(other, DiagLinearOperator):
+            return RootPlusDiagonalLinearOperator(self, other)
+        return CovarianceSumLinearOperator(self, other) if isinstance(other, LinearOperator) else super().__add__(other)
+
+    def add_diagonal(self, diag: Tensor) -> LinearOperator:
+        return self + super().add_diagonal(diag)._diag_tensor
+
+
+class RootPlusDiagonalLinearOperator(LowRankRootAddedDiagLinearOperator):
+    """R R^T + D: solves and densities by Woodbury's formula, samples as sums of samples."""
+
+    zero_mean_mvn_samples = PsdSumLinearOperator.zero_mean_mvn_samples
+
+    def _choose_root_method(self) -> str:
+        return "cholesky"
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        root, diagonal = (term._getitem(row_index, col_index, *batch_indices) for term in self.linear_ops)
+        return root + diagonal
 
 
 class DenseOnRequestLinearOperator(_ByCholesky):
@@ -75,6 +112,9 @@ class DenseOnRequestLinearOperator(_ByCholesky):
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
         return self.to_dense()[(*batch_indices, row_index, col_index)]
 
+    def _mul_constant(self, other: float | Tensor) -> LinearOperator:
+        return CovarianceSumLinearOperator(super()._mul_constant(other))
+
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
         return self._whole()._expand_batch(batch_shape)
 
@@ -88,4 +128,4 @@ class DenseOnRequestLinearOperator(_ByCholesky):
         return CovarianceSumLinearOperator(self.to_dense())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_dense"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_dense", "_memoize_cache")}

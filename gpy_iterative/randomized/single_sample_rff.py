@@ -88,11 +88,12 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         """m_0, m_1, ..., at least two."""
         largest = num_data // 2 if self.max_frequencies is None else self.max_frequencies
         if largest < self.min_frequencies + self.frequency_step:
-            limit = "max_frequencies" if self.max_frequencies else f"half of {num_data} data"
+            limit, advice = f"half of {num_data} data", "take an exact likelihood for so few data"
+            if self.max_frequencies is not None:
+                limit, advice = "max_frequencies", "raise max_frequencies"
             raise ValueError(
                 f"The grid of frequencies is empty: min_frequencies = {self.min_frequencies} and frequency_step = "
-                f"{self.frequency_step} leave no increment up to {largest} ({limit}). Lower them, or take an exact "
-                "likelihood for so few data."
+                f"{self.frequency_step} leave no increment up to {largest} ({limit}). Lower them, or {advice}."
             )
         return torch.arange(self.min_frequencies, largest + 1, self.frequency_step, device=CPU)
 

@@ -19,7 +19,7 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles import cache
 from gpy_iterative.training import training_system
 from gpy_iterative.training.training_system import TrainingSystem
-from tests.exact.gaussian_models import Regression
+from tests.exact.gaussian_models import MultitaskRegression, Regression
 
 N = 300
 COARSE = gpi.solvers.ConjugateGradients(tolerance=1e-3, probe_tolerance=1e-3)
@@ -220,6 +220,33 @@ def test_new_observations_keep_the_precision(count: int) -> None:
     found = posterior.condition_on_observations(x[-count:], y[-count:])(points)
     assert ((found.mean - exact.mean) / exact.variance.sqrt()).abs().max() < 0.01
     torch.testing.assert_close(found.variance.double(), exact.variance, rtol=0.001, atol=0)
+
+
+def test_new_observations_of_two_outputs_keep_the_precision() -> None:
+    """The centre is that of points, not of targets."""
+    points, found = torch.rand(20, 2, generator=torch.Generator().manual_seed(1)).mul(3), []
+    corner = torch.rand(60, 2, generator=torch.Generator().manual_seed(2)).mul(0.7).add(2.2)
+    outputs = lambda x: torch.stack([x.sin().sum(-1), (2 * x).cos().sum(-1)], dim=-1)
+    for dtype in (torch.float32, torch.float64):
+        x = torch.rand(150, 2, generator=torch.Generator().manual_seed(0)).mul(3)
+        likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(
+            num_tasks=2, has_task_noise=False, noise_constraint=gpytorch.constraints.GreaterThan(1e-8)
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = MultitaskRegression(x, outputs(x), likelihood)
+        likelihood.noise = 1e-5
+        model.to(dtype).set_train_data(x.to(dtype), outputs(x).to(dtype), strict=False)
+        posterior = gpi.prediction.PathwisePosterior(model, likelihood)
+        with gpytorch.settings.min_variance(float_value=0.0):
+            assert posterior(points.to(dtype)).variance.shape == (20, 2)  # makes the factor that is extended
+            prediction = posterior.condition_on_observations(corner.to(dtype), outputs(corner).to(dtype))(
+                points.to(dtype)
+            )
+            found.append((prediction.mean.double(), prediction.variance.double()))
+    (mean, variance), (exact_mean, exact_variance) = found
+    assert ((mean - exact_mean) / exact_variance.sqrt()).abs().max() < 0.01
+    torch.testing.assert_close(variance, exact_variance, rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("exact_below", [0, N])

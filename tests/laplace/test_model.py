@@ -620,6 +620,8 @@ def test_without_test_points_and_with_inference_mode() -> None:
     one = case("logit", n=1)
     assert one.model.eval().predict_proba(test_points()).shape == (9,)
     assert one.model.sample_paths(2, num_frequencies=50)(problem.x[:0]).shape == (2, 0)
+    gaussian = case("gaussian", n=12)
+    assert gaussian.model.eval().predictive_log_prob(gaussian.x[:0], gaussian.y[:0]).shape == (0,)
 
 
 def test_frozen_parameters_and_priors() -> None:

@@ -1,6 +1,8 @@
 """Covariances of predictions: samples and densities are exact at any size, from one evaluation of the matrix."""
 
+import pickle
 import unittest
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -10,8 +12,9 @@ import pytest
 import torch
 from gpytorch.distributions import MultivariateNormal
 from linear_operator import LinearOperator
-from linear_operator.operators import DiagLinearOperator
+from linear_operator.operators import DiagLinearOperator, LowRankRootAddedDiagLinearOperator
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase
+from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 import gpy_iterative as gpi
@@ -20,6 +23,7 @@ from gpy_iterative.linear_operators.predicted import (
     CovarianceSumLinearOperator,
     DenseOnRequestLinearOperator,
     RootCovarianceLinearOperator,
+    RootPlusDiagonalLinearOperator,
 )
 from tests.exact.gaussian_models import CASES, Case
 from tests.exact.prediction.test_posterior import held_out_points
@@ -82,7 +86,7 @@ class TestBatchOnRequestConforms(LinearOperatorTestCase, unittest.TestCase):
 
 class TestRootConforms(LinearOperatorTestCase, unittest.TestCase):
     seed = 0
-    should_call_cg = should_call_lanczos = False
+    should_call_lanczos = False
     should_call_lanczos_diagonalization = True
 
     def create_linear_op(self) -> RootCovarianceLinearOperator:
@@ -91,6 +95,22 @@ class TestRootConforms(LinearOperatorTestCase, unittest.TestCase):
     def evaluate_linear_op(self, linear_op: RootCovarianceLinearOperator) -> Tensor:
         root = linear_op.root.tensor
         return root @ root.mT
+
+
+class TestRootPlusDiagonalConforms(LinearOperatorTestCase, unittest.TestCase):
+    seed = 0
+    should_test_sample = True
+    should_call_cg = should_call_lanczos = False
+
+    def create_linear_op(self) -> LinearOperator:
+        root = RootCovarianceLinearOperator(torch.linalg.cholesky(covariance())[:, :3].clone().requires_grad_())
+        noisy = root + DiagLinearOperator(torch.arange(1.0, 6.0).requires_grad_())
+        assert isinstance(noisy, RootPlusDiagonalLinearOperator)
+        return noisy
+
+    def evaluate_linear_op(self, linear_op: LinearOperator) -> Tensor:
+        root, noise = linear_op.linear_ops
+        return root.root.tensor @ root.root.tensor.mT + torch.diag(noise._diag)
 
 
 @contextmanager
@@ -183,12 +203,12 @@ def test_a_prediction_with_a_graph_is_evaluated_once() -> None:
         found.log_prob(found.mean)
         assert evaluated.call_count == 1
         found.rsample()
-        assert evaluated.call_count == 1
+        assert evaluated.call_count == 2
         with torch.no_grad():
             found = case.likelihood(case.model(held_out_points(6)))
             assert found.covariance_matrix.shape == (6, 6)
             found.log_prob(found.mean)
-        assert evaluated.call_count == 2
+        assert evaluated.call_count == 4
 
 
 def test_a_matrix_without_a_graph_does_not_serve_one_with() -> None:
@@ -198,3 +218,63 @@ def test_a_matrix_without_a_graph_does_not_serve_one_with() -> None:
         operator.to_dense()
         assert operator.to_dense() is operator.to_dense()
     assert operator.to_dense().requires_grad
+
+
+@pytest.mark.parametrize("has_noise", [False, True])
+def test_gradients_after_a_sample_are_those_of_the_whole_covariance(has_noise: bool) -> None:
+    """What is kept without a graph must not serve a density with one: score-function gradients take both."""
+    case = CASES["matern-3/2"]()
+    gpi.prediction.PathwisePosterior(case.model, case.likelihood).install()
+    x = held_out_points(6).requires_grad_()
+
+    def gradient(*, after: bool) -> Tensor:
+        found = case.likelihood(case.model(x)) if has_noise else case.model(x)
+        if after:
+            with torch.no_grad():
+                found.sample()
+                found.log_prob(found.mean)
+                found.lazy_covariance_matrix.to_dense()
+        return torch.autograd.grad(found.log_prob(found.mean.detach() + 0.1), x)[0]
+
+    torch.testing.assert_close(gradient(after=True), gradient(after=False))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_a_smooth_function_is_sampled_in_float32(scale: float) -> None:
+    """Its covariance is singular to rounding, and its variances lie far below GPyTorch's jitter."""
+    x = torch.rand(200, 1, generator=torch.Generator().manual_seed(0))
+    close = torch.exp(-0.5 * (x - x.mT).square())
+    deviation = scale**0.5 * torch.linspace(1e-3, 1.0, 200)
+    matrix = deviation.unsqueeze(-1) * close * deviation
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)  # of the jitter
+        root = Evaluated(matrix).root_decomposition().root.to_dense()
+    torch.testing.assert_close((root @ root.mT).diagonal() / matrix.diagonal(), torch.ones(200), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ["exact", "noise", "noise, by features", "quadruply, noise", "laplace"])
+def test_multiples_and_jitter(name: str) -> None:
+    found = PREDICTIONS[name]()
+    dense = found.covariance_matrix.detach()
+    for changed, expected in ((found * 2.0, 4 * dense), (found.add_jitter(0.3), dense + 0.3 * torch.eye(len(dense)))):
+        with without_dense_methods():
+            root = changed.lazy_covariance_matrix.root_decomposition().root.to_dense()
+        torch.testing.assert_close(root @ root.mT, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_features_and_noise_need_no_dense_matrix() -> None:
+    found = of_features(feature_case(KERNELS["fourier"]()))
+    value, expected = found.mean + 0.1, found.log_prob(found.mean + 0.1)
+    with (
+        without_dense_methods(),
+        patch.object(LowRankRootAddedDiagLinearOperator, "to_dense", side_effect=AssertionError),
+    ):
+        torch.testing.assert_close(found.log_prob(value), expected)
+        assert found.sample(torch.Size([3])).shape == (3, 6)
+        assert found[1:4].sample().shape == (3,)
+
+
+def test_a_pickle_has_no_matrix() -> None:
+    operator = Evaluated(covariance())
+    operator.root_decomposition()
+    assert pickle.loads(pickle.dumps(operator)).__dict__.keys().isdisjoint({"_dense", "_memoize_cache"})

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class PathwisePredictionStrategy:
     """GPyTorch's prediction strategy for a `PathwisePosterior`.
 
-    GPyTorch places K(x, x) of a `GridInterpolationKernel` without `grid_bounds` on another grid. Gradients are by test
-    inputs; by hyperparameters there are none, or incomplete ones where test inputs require gradients.
+    GPyTorch places K(x, x) of a `GridInterpolationKernel` without `grid_bounds` on another grid. Gradients are with
+    respect to test inputs (none to inputs that are made of the model's own parameters only). Those with respect to
+    hyperparameters are incomplete where test inputs require gradients; else there are none.
     """
 
     def __init__(self, posterior: "PathwisePosterior") -> None:

@@ -148,7 +148,7 @@ class TrainingSolves:
     def _carry_over(self, known: "TrainingSolves") -> None:
         operator, observed, size = self.system.operator, self.system.observed, known.system.operator.shape[-1]
         factor, projection = known._cholesky, known._projection
-        if size < CENTRE_ROWS and self.system.prior.loc.dtype != torch.float64:
+        if known.system.prior.event_shape[0] < CENTRE_ROWS and self.system.prior.loc.dtype != torch.float64:
             return  # new data move the centre of the inputs, and K(x, X) rounds the known ones otherwise
         if self._is_exact and factor is not None:
             self._cholesky = factor.extended(new_rows(operator, size))

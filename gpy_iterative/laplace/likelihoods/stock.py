@@ -148,7 +148,7 @@ def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
             )
     is_multitask = isinstance(likelihood, gl.MultitaskGaussianLikelihood)
     covariance = likelihood._shaped_noise_covar(f.shape[-2:] if is_multitask else f.shape[-2:-1])
-    return covariance.diagonal(dim1=-1, dim2=-2).to(f.dtype).view(f.shape[-2], -1)
+    return covariance.diagonal(dim1=-1, dim2=-2).to(f.dtype).view(f.shape[-2], f.shape[-1] if is_multitask else 1)
 
 
 def _gaussian_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
