@@ -31,10 +31,10 @@ class _ByCholesky(LinearOperator):
 
     def _cholesky(self, upper: bool | None = False) -> TriangularLinearOperator:
         """In float64, of the correlations: jitter is relative to each variance."""
-        matrix = self.to_dense().double()
-        deviation = matrix.detach().diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(matrix.dtype).tiny).sqrt()
-        correlation = matrix / (deviation.unsqueeze(-1) * deviation.unsqueeze(-2))
-        lower = psd_safe_cholesky(correlation, jitter=torch.finfo(self.dtype).eps, max_tries=MAX_TRIES)
+        matrix, limits = self.to_dense(), torch.finfo(self.dtype)
+        deviation = matrix.detach().diagonal(dim1=-2, dim2=-1).double().clamp_min(limits.tiny).sqrt()
+        correlation = matrix / deviation.unsqueeze(-1) / deviation.unsqueeze(-2)
+        lower = psd_safe_cholesky(correlation, jitter=limits.eps, max_tries=MAX_TRIES)
         lower = (deviation.unsqueeze(-1) * lower).to(self.dtype)
         return TriangularLinearOperator(lower.mT.contiguous() if upper else lower, upper=upper)
 
