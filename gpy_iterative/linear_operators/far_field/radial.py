@@ -33,8 +33,8 @@ class RadialFarField(RadialTiles):
         number: of the factor of a product that the tiles are a function of.
     """
 
-    def __init__(self, *args: Any, angles: int = 0, number: int = 0) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, angles: int = 0, number: int = 0, is_centred: bool = False) -> None:
+        super().__init__(*args, is_centred=is_centred)
         self._angles, self.number = angles, number
 
     @cached_property

@@ -68,7 +68,8 @@ class RadialKernelLinearOperator(TiledLinearOperator):
             engine = RadialKeOps
         elif self.symmetric and not self._is_batched and self.products.may_have_far_field(self.x1):
             engine = partial(RadialFarField, angles=self.angles)
-        return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
+        loses_digits = self.dtype != torch.float64 and self.products.backend != "keops"
+        return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache, is_centred=loses_digits)
 
     def _size(self) -> torch.Size:
         columns = self.x1 if self.x2 is None else self.x2

@@ -21,6 +21,10 @@ from gpy_iterative.linear_operators.tiles.cache import Tile, TileCache
 from gpy_iterative.linear_operators.tiles.operator import TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import Tiles
 
+#: The centre is the mean of so many rows and columns, in so many steps to 1, so that it is the same on all processors.
+CENTRE_POINTS, CENTRE_STEPS = 64, 64
+LEAST_CENTRE = 0.25
+
 
 class RadialTiles(Tiles):
     """f(|x1_i - x2_j|^2) in tiles, without the outputscale; symmetric when x2 is None.
@@ -28,6 +32,7 @@ class RadialTiles(Tiles):
     Args:
         x1, x2: scaled inputs [*b, n, d] and [*b, m, d].
         alpha: [*b, 1] or None.
+        is_centred: whether tiles may leave out a `centre`.
     """
 
     def __init__(
@@ -38,6 +43,8 @@ class RadialTiles(Tiles):
         alpha: Tensor | None,
         products: KernelProducts,
         cache: TileCache,
+        *,
+        is_centred: bool = False,
     ) -> None:
         self.x1 = x1.detach()
         self.x2 = self.x1 if x2 is None else x2.detach()
@@ -62,15 +69,20 @@ class RadialTiles(Tiles):
             few = FEW_OF_KINK if function.has_kink else 0
         self.distances = SquaredDistances(x1, x2, function.scale(self.alpha), few=few)
         self.function = function if self.distances.together else function.at_exact_distances()
+        if is_centred:
+            some = [slice(None, None, max(-(-size // CENTRE_POINTS), 1)) for size in self.shape[-2:]]
+            mean = float(self.block(*some).mean())
+            self.centre = round(mean * CENTRE_STEPS) / CENTRE_STEPS if mean > LEAST_CENTRE else 0.0
 
     def evaluate(self, tile: Any, out: Tensor) -> Tensor:
         scratch = self.scratch(out.shape, 1)
         u = self.distances.block(tile.rows, tile.columns, out, scratch)
-        if not self._is_fused:
-            return self.function.value_(u, scratch, self.alpha)
-        flat, alpha = _flat(u, self.alpha)
-        _compiled_value(self.function, u.dtype)(flat, alpha)
-        return u
+        if self._is_fused:
+            flat, alpha = _flat(u, self.alpha)
+            _compiled_value(self.function, u.dtype)(flat, alpha)
+        else:
+            u = self.function.value_(u, scratch, self.alpha)
+        return u.sub_(self.centre) if self.centre else u
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         u = self.distances.block(rows, columns)
@@ -87,11 +99,12 @@ class RadialTiles(Tiles):
     def evaluate_both(self, tile: Any, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         """Writes entries of f, and of df/dq over its factor."""
         u = self.distances.block(tile.rows, tile.columns, value, derivative)
-        if not self._is_fused:
-            return self.function.value_and_derivative_(u, derivative, self.alpha)
-        flat, alpha = _flat(u, self.alpha)
-        _compiled_value_and_derivative(self.function, u.dtype)(flat, derivative.view(flat.shape), alpha)
-        return u, derivative
+        if self._is_fused:
+            flat, alpha = _flat(u, self.alpha)
+            _compiled_value_and_derivative(self.function, u.dtype)(flat, derivative.view(flat.shape), alpha)
+        else:
+            u, derivative = self.function.value_and_derivative_(u, derivative, self.alpha)
+        return u.sub_(self.centre) if self.centre else u, derivative
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> "RadialDerivative":
         """See `RadialDerivative`; without `value` or `alpha` that part is 0."""
@@ -108,12 +121,13 @@ class RadialTiles(Tiles):
             gradients.append((2 * self.function.derivative_factor * differences.mT).to(self.x1.dtype))
         found = [gradients[0], sum_of_values, sum_of_alpha, *gradients[1:]]
         self.complete(found, weights.tensors)
+        found[1] = found[1] + self.centre * weights.total
         return RadialDerivative(*found)
 
     def _share_of_derivative(
         self, weights: TileWeights, x1: Tensor, x2: Tensor, value: bool, alpha: bool, visits: Sequence[Tile]
     ) -> list[Tensor]:
-        """Sums of f and of df/dalpha, and G [x, 1] by row [*b, d + 1, n] and without symmetry by column."""
+        """Sums of f minus `centre` and of df/dalpha, and G [x, 1] by row [*b, d + 1, n] and without symmetry by column."""
         batch, zeros = weights.batch_shape, partial(self.x1.new_zeros, dtype=torch.float64)  # terms cancel
         rows = zeros((*batch, *x1.shape[-2:]))
         columns = rows if self.symmetric else zeros((*batch, *x2.shape[-2:]))

@@ -52,12 +52,18 @@ class RowBlocks:
 class Tiles(ABC):
     """A matrix [*b, n, m] that is evaluated tile by tile, without autograd.
 
+    Attributes:
+        centre: a number that tiles, but not other blocks, leave out of their entries: float32 sums over nearly equal ones
+            lose digits.
+
     Args:
         symmetric: whether tile (j, i) is the transpose of (i, j); then only i <= j is evaluated.
         length: most rows and columns of a tile.
         owner: the tensors that the tiles depend on.
         like: a tensor of the tiles' dtype and device.
     """
+
+    centre = 0.0
 
     def __init__(
         self,
@@ -81,7 +87,7 @@ class Tiles(ABC):
 
     @abstractmethod
     def evaluate(self, tile: Any, out: Tensor) -> Tensor:
-        """Writes the entries of a `Tile`, or of a subclass's own kind of block with key and shape, into `out`."""
+        """Writes entries of a `Tile`, minus `centre`, or of a subclass's own block with key and shape, into `out`."""
 
     def evaluate_both(self, tile: Any, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         """`evaluate`, and derivatives to keep beside the entries."""
@@ -135,6 +141,8 @@ class Tiles(ABC):
         first = wanted.start * self.length
         product = data.mT.flatten(-3, -2)[..., start - first : stop - first, :]
         self.complete([product], [rhs])
+        if values is None and self.centre:
+            product += (self.centre * rhs.sum(-2, keepdim=True, dtype=torch.float64)).to(product.dtype)
         return product
 
     def _share_of_product(

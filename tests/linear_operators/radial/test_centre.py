@@ -1,0 +1,97 @@
+"""Tiles of float32 leave out a number near all entries: sums over nearly equal entries would lose digits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial import tiles
+from gpy_iterative.linear_operators.radial.functions import MATERN32, RATIONAL_QUADRATIC, RBF, RadialFunction
+
+FUNCTIONS = [RBF, MATERN32, RATIONAL_QUADRATIC]
+
+
+def points(*shape: int, scale: float = 0.3) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def operator(
+    x1: Tensor, x2: Tensor | None = None, function: RadialFunction = MATERN32, **options: object
+) -> RadialKernelLinearOperator:
+    alpha = x1.new_full((1,), 1.5) if function is RATIONAL_QUADRATIC else None
+    scale = x1.new_full(x1.shape[:-2], 2.0)
+    products = KernelProducts(tile_size=200, far_field=None, **options)
+    return RadialKernelLinearOperator(x1, scale, x2=x2, alpha=alpha, function=function, products=products)
+
+
+def rhs_of(size: int, *batch: int) -> Tensor:
+    return torch.randn(*batch, size, 3, generator=torch.Generator().manual_seed(1))
+
+
+def errors(found: RadialKernelLinearOperator) -> float:
+    exact = operator(found.x1.double(), None if found.x2 is None else found.x2.double(), found.function)
+    rhs = rhs_of(found.shape[-1], *found.batch_shape)
+    return float((found @ rhs - exact @ rhs.double()).norm())
+
+
+@pytest.mark.parametrize("cache_memory", [0, None])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
+def test_sums_keep_their_digits(
+    function: RadialFunction, cache_memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = points(2000, 3, scale=0.1)
+    found = operator(x, function=function, cache_memory=cache_memory)
+    assert found.tiles().centre > 0.8
+    centred = errors(found)
+    monkeypatch.setattr(tiles, "LEAST_CENTRE", 2.0)
+    plain = operator(x, function=function, cache_memory=cache_memory)
+    assert plain.tiles().centre == 0
+    assert centred < 0.5 * errors(plain)
+
+
+def test_all_parts_of_a_product_have_the_centre() -> None:
+    x1, x2 = points(150, 2), points(90, 2, scale=0.4)
+    for found in (
+        operator(x1),
+        operator(x1, x2),
+        operator(points(2, 150, 2)),
+        operator(points(2, 150, 2), points(2, 90, 2)),
+    ):
+        assert found.tiles().centre > 0.5
+        dense, rhs = found.to_dense(), rhs_of(found.shape[-1], *found.batch_shape)
+        torch.testing.assert_close(found @ rhs, dense @ rhs, rtol=1e-4, atol=1e-4)
+    found, rhs = operator(x1, x2), rhs_of(90)
+    dense, some = found.to_dense(), torch.tensor([149, 3, 70])
+    torch.testing.assert_close(found.rows_matmul(slice(60, 140), rhs), dense[60:140] @ rhs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.rows_matmul(some, rhs), dense[some] @ rhs, rtol=1e-4, atol=1e-4)
+    columns = slice(20, 80)
+    torch.testing.assert_close(
+        found.columns_matmul(columns, rhs[columns]), dense[:, columns] @ rhs[columns], rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("has_x2", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_derivatives_have_the_centre(batch: tuple[int, ...], has_x2: bool) -> None:
+    x1 = points(*batch, 150, 2).requires_grad_()
+    x2 = points(*batch, 90, 2, scale=0.4).requires_grad_() if has_x2 else None
+    found = operator(x1, x2)
+    outputscale = found.outputscale.clone().requires_grad_()
+    found = RadialKernelLinearOperator(x1, outputscale, **found._kwargs)
+    assert found.tiles().centre > 0.5
+    left, right = rhs_of(150, *batch), rhs_of(found.shape[-1], *batch).flip(-2)
+    gradients = [part for part in found._bilinear_derivative(left, right) if part is not None]
+    tensors = [tensor for tensor in (x1, outputscale, x2) if tensor is not None]
+    expected = torch.autograd.grad((left * (found._differentiable_values() @ right)).sum(), tensors)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-3)
+    of_matrix = found.matrix_derivative(left @ right.mT)
+    torch.testing.assert_close(of_matrix[1], gradients[1], rtol=1e-4, atol=1e-3)
+
+
+def test_where_there_is_none() -> None:
+    x = points(100, 2)
+    assert operator(x.double()).tiles().centre == 0  # float64 has digits enough
+    assert operator(100 * x).tiles().centre == 0  # entries differ
+    assert operator(x[:0]).tiles().centre == 0
+    assert operator(torch.full_like(x, torch.nan)).tiles().centre == 0
