@@ -2,7 +2,8 @@
 
 Begin with `products.py` (options), `radial/operator.py` (kernels in closed form), `generic_kernel.py` (any kernel),
 `kronecker.py` and `hadamard.py` (several outputs), `interpolated.py` (KISS-GP), `predicted.py` (predictions).
-`from_gpytorch.py` reads GPyTorch priors; `extensions.py` adds operations. It may import `errors`, `checks`, `changes`, `worker_threads` and `random_numbers`.
+`from_gpytorch.py` reads GPyTorch priors; `extensions.py` adds operations. It may import `errors`, `checks`, `changes`,
+`worker_threads` and `random_numbers`.
 """
 
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, noisy_operator, operator_of_kernel
