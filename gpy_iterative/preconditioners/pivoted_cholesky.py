@@ -80,14 +80,15 @@ class PivotedCholesky(LowRankRecipe):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """L [*b, n, k], its pivots [*b, k] and raised jitter [*b], see `build`."""
         kernel, diagonal, _ = kernel_and_noise(operator)
-        generator = given_or_seeded(generator)
+        if pivots is None:
+            generator = given_or_seeded(generator)
         batch, size = diagonal.shape[:-1], diagonal.shape[-1]
         members = []
         for index in itertools.product(*map(range, batch)):
             member = cast(LinearOperator, kernel[index]) if batch else kernel
             if pivots is None:
                 partial = PartialCholesky(member, diagonal[index], min(self.rank, size))
-                self._grow(partial, generator)
+                self._grow(partial, cast(torch.Generator, generator))
                 members.append((partial.factor, partial.pivots, 0.0))
             else:
                 rows = dense_rows(member, pivots[index])

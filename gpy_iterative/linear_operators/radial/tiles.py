@@ -89,7 +89,7 @@ class RadialTiles(Tiles):
         return self.function.value_(u, torch.empty_like(u), self.alpha)
 
     def values_and_derivatives(self, tile: Any) -> tuple[Tensor, Tensor]:
-        """Entries of f and df/dq, as `values`: kept ones, if both are, else new ones."""
+        """Entries of f minus `centre` and of df/dq, as `values`: kept ones, if both are, else new ones."""
         if self._keeps_derivatives:
             value, derivative = self.cache.tiles.get(tile.key), self.cache.derivatives.tiles.get(tile.key)
             if value is not None and derivative is not None:
@@ -97,7 +97,7 @@ class RadialTiles(Tiles):
         return self.evaluate_both(tile, self.scratch(tile.shape, 0), self.scratch(tile.shape, 1))
 
     def evaluate_both(self, tile: Any, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes entries of f, and of df/dq over its factor."""
+        """Writes entries of f minus `centre`, and of df/dq over its factor."""
         u = self.distances.block(tile.rows, tile.columns, value, derivative)
         if self._is_fused:
             flat, alpha = _flat(u, self.alpha)

@@ -21,7 +21,7 @@ class BilinearWeights:
     Attributes:
         batch_shape: of W and K, broadcast.
         tensors: L and R.
-        total: the sum of W, float64.
+        total: the sum of W, float64; 0 for tiles without a centre, which do not need it.
         left, right: factors of W, or of W + W^T for a symmetric K.
     """
 
@@ -30,8 +30,8 @@ class BilinearWeights:
         left, right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
         self.tensors, self._is_symmetric = (left, right), tiles.symmetric
         self.left = torch.cat([left, right], dim=-1) if tiles.symmetric else left
-        of_left, of_right = (vectors.sum(-2, dtype=torch.float64) for vectors in (left, right))
-        self.total = torch.linalg.vecdot(of_left, of_right)
+        of_vectors = (vectors.sum(-2, dtype=torch.float64) for vectors in (left, right))
+        self.total = torch.linalg.vecdot(*of_vectors) if tiles.centre else 0.0
 
     @cached_property
     def right(self) -> Tensor:
@@ -52,7 +52,7 @@ class MatrixWeights:
         self.batch_shape = torch.broadcast_shapes(batch_shape, matrix.shape[:-2])
         self._matrix, self._is_symmetric = matrix.expand(*self.batch_shape, *matrix.shape[-2:]), tiles.symmetric
         self.tensors = (self._matrix,)
-        self.total = self._matrix.sum((-2, -1), dtype=torch.float64)
+        self.total = self._matrix.sum((-2, -1), dtype=torch.float64) if tiles.centre else 0.0
 
     def at(self, tile: Tile, out: Tensor | None = None) -> Tensor:
         block = self._matrix[..., tile.rows, tile.columns]
