@@ -50,7 +50,7 @@ def variance_error_table(
     """
     table = []
     for case in cases:
-        split, model = _plane(rows, num_points, dtype) if case == PLANE else _fitted(case, rows, dtype, steps)
+        split, model = _case(case, rows, num_points, dtype, steps)
         test_x = split.test_x[:num_points]
         exact = PathwisePosterior(model, model.likelihood, solver=gpi.solvers.Cholesky())(test_x).variance
         for rank, num_neighbours in settings:
@@ -103,8 +103,7 @@ def joint_table(
     """
     table = []
     for case in cases:
-        dtype = torch.float32
-        split, model = _plane(rows, num_points, dtype) if case == PLANE else _fitted(case, rows, dtype, steps)
+        split, model = _case(case, rows, num_points, torch.float32, steps)
         x, y = split.test_x[:num_points], split.test_y[:num_points]
         exact = _exact(model, split, x)
         density = torch.distributions.MultivariateNormal(*exact).log_prob(y.double()) / len(y)
@@ -157,6 +156,10 @@ def _part_of_variance(prediction: MultivariateNormal) -> list[float]:
         torch.manual_seed(0)  # GPyTorch draws from the global generator
         parts = prediction.rsample(torch.Size([300])).var(0) / prediction.variance
     return [float(part) for part in torch.quantile(parts, torch.tensor([0.0, 0.5, 1.0]))]
+
+
+def _case(case: str, rows: int, num_points: int, dtype: torch.dtype, steps: int) -> tuple[Split, MaternRegression]:
+    return _plane(rows, num_points, dtype) if case == PLANE else _fitted(case, rows, dtype, steps)
 
 
 def _fitted(case: str, rows: int, dtype: torch.dtype, steps: int) -> tuple[Split, MaternRegression]:
