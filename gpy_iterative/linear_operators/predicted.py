@@ -55,6 +55,9 @@ class _ByCholesky(LinearOperator):
     def add_diagonal(self, diag: Tensor) -> LinearOperator:
         return self + super().add_diagonal(diag)._diag_tensor
 
+    def repeat(self, *sizes: Any) -> LinearOperator:
+        return CovarianceSumLinearOperator(super().repeat(*sizes))
+
 
 class CovarianceSumLinearOperator(_ByCholesky, SumLinearOperator):
     """As a latent covariance plus noise."""
@@ -123,6 +126,9 @@ class DenseOnRequestLinearOperator(_ByCholesky):
 
     def _permute_batch(self, *dims: int) -> LinearOperator:
         return self._whole()._permute_batch(*dims)
+
+    def _sum_batch(self, dim: int) -> LinearOperator:
+        return self._whole()._sum_batch(dim)
 
     def _whole(self) -> CovarianceSumLinearOperator:
         return CovarianceSumLinearOperator(self.to_dense())

@@ -262,6 +262,19 @@ def test_multiples_and_jitter(name: str) -> None:
         torch.testing.assert_close(root @ root.mT, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["exact, batch", "noise, batch"])
+def test_repeated_and_added_members(name: str) -> None:
+    found = exact("batch") if name == "exact, batch" else noisy(CASES["batch"]())
+    matrix, dense = found.lazy_covariance_matrix, found.covariance_matrix.detach()
+    for changed, expected in ((matrix.repeat(2, 1, 1, 1), dense.repeat(2, 1, 1, 1)), (matrix.sum(0), dense.sum(0))):
+        with without_dense_methods():
+            root = changed.root_decomposition().root.to_dense()
+            rest = changed.inv_quad_logdet(torch.ones_like(expected[..., :1]), logdet=True)
+        torch.testing.assert_close(root @ root.mT, expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(rest[0], torch.linalg.inv(expected).sum((-2, -1)), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(rest[1], torch.logdet(expected), rtol=1e-5, atol=1e-5)
+
+
 def test_features_and_noise_need_no_dense_matrix() -> None:
     found = of_features(feature_case(KERNELS["fourier"]()))
     value, expected = found.mean + 0.1, found.log_prob(found.mean + 0.1)
