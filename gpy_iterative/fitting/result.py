@@ -61,7 +61,7 @@ class Estimated:
     Attributes:
         standard_error: of the logarithm for positive parameters, of the logit for intervals, else of the value; None if
             undetermined by the data, or if the fit gives none.
-        low, high: 95 % interval, in the units of `value`; None without standard error.
+        low, high: 95 % interval, which ends at bounds, in the units of `value`; None without standard error.
         at_bound: whether it is held at a bound of its constraint.
         is_undetermined: whether the data leave it open, as other values fit equally well.
     """
@@ -189,8 +189,9 @@ def estimated(
     errors = variances.sqrt()
     is_log = ~coordinates.has_units
     unknown = (variances * ridge > RIDGE_PART) | (is_log & (errors > WIDEST)) | ~errors.isfinite()
-    ends = (position, position - WIDTH * errors.nan_to_num(), position + WIDTH * errors.nan_to_num())
-    values, lows, highs = map(coordinates.user_entries, ends)
+    width = WIDTH * errors.nan_to_num()
+    ends = (end.clamp(coordinates.lower, coordinates.upper) for end in (position - width, position + width))
+    values, lows, highs = map(coordinates.user_entries, (position, *ends))
     return tuple(
         Estimated(name, value, None, None, None, at_bound=bool(at_bound), is_undetermined=not at_bound)
         if is_unknown

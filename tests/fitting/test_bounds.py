@@ -1,6 +1,7 @@
 """Parameters at the ends of constraints and of the supports of priors."""
 
 import copy
+import math
 from typing import Any
 
 import gpytorch
@@ -14,11 +15,24 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.fitting import AverageInformation, FitStatus
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.prior_support import is_in_supports
+from gpy_iterative.fitting.result import estimated
 from tests.fitting.problems import failing_evaluations, parameters, regression
 
 
 def matern(**options: Any) -> gpytorch.kernels.Kernel:
     return gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5, **options))
+
+
+def test_intervals_end_at_bounds() -> None:
+    covariance = matern(lengthscale_constraint=Interval(0.2, 2.5), lengthscale_prior=UniformPrior(0.1, 1.5))
+    coordinates = Coordinates(regression(20, covariance=covariance))
+    count = len(coordinates)
+    nothing = torch.zeros(count, dtype=torch.float64)
+    found = estimated(coordinates, coordinates.read(), torch.eye(count).double(), nothing, nothing.bool())
+    ends = {each.name: (each.low, each.high) for each in found}
+    assert ends["covar_module.base_kernel.lengthscale"] == pytest.approx((0.2, 1.5), rel=2e-3)
+    assert ends["noise_covar.noise"][1] == pytest.approx(found[0].value * math.exp(1.96))
+    assert all(each.standard_error == 1 for each in found)
 
 
 # Priors
