@@ -23,6 +23,7 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import FAR_FIELD_ROWS, KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from gpy_iterative.preconditioners.task_noise import of_independent_noise
 
 #: Nats that rounding in float32 may move the value of a training step.
@@ -74,13 +75,17 @@ class TrainingSystem:
     def rounding(self) -> Tensor:
         """Error of -2 log N(y; 0, H) from rounding K, [*b]; zero where noise has an unknown form.
 
-        A relative error eps of K's entries changes eigenvalues as small as the noise by eps K_ii / noise.
+        An error eps K_ii of K's entries, or less in tiles with a centre, changes eigenvalues as small as the noise by eps
+        K_ii / noise.
         """
         operator = self.operator
         noisy = operator if isinstance(operator, NoisyLinearOperator) else of_independent_noise(operator)
         if noisy is None:
             return self.residual.new_zeros((), dtype=torch.float64)
-        return torch.finfo(operator.dtype).eps * operator.shape[-1] * noisy.signal_to_noise()
+        eps = torch.finfo(operator.dtype).eps
+        if isinstance(noisy.kernel, TiledLinearOperator):
+            eps *= noisy.kernel.tiles().rounding
+        return eps * operator.shape[-1] * noisy.signal_to_noise()
 
     def _in_float64(self) -> "TrainingSystem":
         """Warns where rounding remains in matrices that GPyTorch has evaluated in float32."""

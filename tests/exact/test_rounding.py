@@ -8,6 +8,7 @@ from typing import Any
 import gpytorch
 import pytest
 import torch
+from gpytorch.distributions import MultivariateNormal
 from linear_operator import to_linear_operator
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.radial.functions import MATERN
+from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.tiles import cache
 from gpy_iterative.training import training_system
 from gpy_iterative.training.training_system import TrainingSystem
@@ -76,6 +79,27 @@ def test_little_noise_makes_it_float64(mll_class: type) -> None:
         mll, value, gradients = step(mll_class, smooth_function(torch.float32, noise))
         assert dtype_of(mll) == dtype
         assert {each.dtype for each in (value, mll.report.value, mll.report.value_sem, *gradients)} == {torch.float32}
+
+
+@pytest.mark.parametrize("nu", [0.5, 1.5, 2.5])
+@pytest.mark.parametrize("lengthscale", [0.3, 3.0, 30.0])
+def test_rounding_bounds_the_change_of_the_value(nu: float, lengthscale: float) -> None:
+    """Entries that are all near one have smaller errors, so such systems stay in float32 at less noise."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(N, 6, generator=generator) / lengthscale
+    kernel = RadialKernelLinearOperator(x, torch.tensor(1.0), function=MATERN[nu])
+    operator, zeros = NoisyLinearOperator(kernel, torch.full((N,), 1e-5)), torch.zeros(N)
+    system = TrainingSystem(MultivariateNormal(zeros, kernel), operator, zeros, None)
+    exact, tiles = system.suited(0.0).operator.to_dense(), kernel.tiles()
+    rounded = tiles.values(tiles.visits()[0]).double() + tiles.centre + 1e-5 * torch.eye(N, dtype=torch.float64)
+    targets = torch.linalg.cholesky(exact) @ torch.randn(N, dtype=torch.float64, generator=generator)
+
+    def deviance(matrix: Tensor) -> Tensor:
+        return targets @ torch.linalg.solve(matrix, targets) + torch.linalg.slogdet(matrix)[1]
+
+    assert (deviance(rounded) - deviance(exact)).abs() < system.rounding()
+    suited = system.suited(training_system.ROUNDING_IN_TRAINING).operator
+    assert suited.dtype == (torch.float32 if lengthscale == 30 and nu > 1 else torch.float64)
 
 
 @pytest.mark.slow

@@ -89,6 +89,10 @@ class RadialFunction(ABC):
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
         """As `value_`, with df/dq (not df/du) over `derivative_factor` in scratch."""
 
+    @abstractmethod
+    def less_one_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `value_and_derivative_` for f - 1, with the digits that f loses near one."""
+
     def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         """df/dalpha at fixed q; overwrites u."""
         raise NotImplementedError
@@ -116,6 +120,10 @@ class _Gaussian(RadialFunction):
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
         self.value_(u, scratch, alpha)
         return u, scratch.copy_(u)
+
+    def less_one_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+        _decay(self.clamp_(u), out=scratch)
+        return u.neg_().expm1_(), scratch
 
 
 @dataclass(frozen=True)
@@ -154,10 +162,19 @@ class _Matern12(_Matern):
         return self._exponents_(u, scratch).exp2_()
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-        limits = torch.finfo(u.dtype)
-        noise = u <= max(self.noise * limits.eps, limits.tiny)
+        noise = self._is_noise(u)
         self.value_(u, scratch, alpha)
         return u, scratch.mul_(u).masked_fill_(noise, 0.0)
+
+    def less_one_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+        noise = self._is_noise(u)
+        torch.rsqrt(u.clamp_(torch.finfo(u.dtype).tiny, self.largest), out=scratch)
+        scratch.mul_(_decay(u.mul_(scratch))).masked_fill_(noise, 0.0)
+        return u.neg_().expm1_(), scratch
+
+    def _is_noise(self, u: Tensor) -> Tensor:
+        limits = torch.finfo(u.dtype)
+        return u <= max(self.noise * limits.eps, limits.tiny)
 
 
 @dataclass(frozen=True)
@@ -179,6 +196,13 @@ class _Matern32(_Matern):
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
         self.value_(u, scratch, alpha)
         return u, scratch
+
+    def less_one_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+        # With E = exp(r) - 1, (1 + r) exp(-r) - 1 = (r - E) / (1 + E) keeps the digits of a small r.
+        torch.expm1(u.clamp_(0, self.largest).sqrt_(), out=scratch)
+        u.sub_(scratch)
+        decay = scratch.add_(1).reciprocal_()
+        return u.mul_(decay), decay
 
 
 @dataclass(frozen=True)
@@ -209,6 +233,13 @@ class _Matern52(_Matern):
         exponential = torch.exp2(self._exponents_(u, scratch))
         _one_plus_r(u, exponential, out=scratch)
         return self._from_exponents_(u, exponential), scratch
+
+    def less_one_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+        growth = torch.expm1(u.clamp_(0, self.largest).sqrt_())
+        torch.add(u, 1, out=scratch)
+        u.addcmul_(u, u, value=1 / 3).sub_(growth)
+        decay = growth.add_(1).reciprocal_()
+        return u.mul_(decay), scratch.mul_(decay)
 
 
 def _rational_quadratic_formulas() -> KeOpsFormulas:
@@ -244,6 +275,11 @@ class _RationalQuadratic(RadialFunction):
         torch.add(self.clamp_(u), 1, out=scratch)
         _decay(u.log1p_().mul_(alpha.unsqueeze(-1)), out=u)
         return u, scratch.reciprocal_().mul_(u)
+
+    def less_one_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+        torch.add(self.clamp_(u), 1, out=scratch).reciprocal_()
+        scratch.mul_(_decay(u.log1p_().mul_(alpha.unsqueeze(-1))))
+        return u.neg_().expm1_(), scratch
 
     def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         self.clamp_(u)

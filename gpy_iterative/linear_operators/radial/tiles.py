@@ -4,6 +4,7 @@ With G the weights times df/dq, the derivative by x_i is sum_j 2 G_ij (x_i - x_j
 for coordinates apart (`SquaredDistances`), which would lose digits.
 """
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,16 +74,19 @@ class RadialTiles(Tiles):
             some = [slice(None, None, max(-(-size // CENTRE_POINTS), 1)) for size in self.shape[-2:]]
             mean = float(self.block(*some).mean())
             self.centre = round(mean * CENTRE_STEPS) / CENTRE_STEPS if mean > LEAST_CENTRE else 0.0
+            # Rounding errors of f - 1 are relative to r, or smaller, and f of a Matern kernel is near 1 - r^2 / 2.
+            self.rounding = min(math.sqrt(max(2 - 2 * mean, 0.0)), 1.0) if self.centre else 1.0
 
     def evaluate(self, tile: Any, out: Tensor) -> Tensor:
+        if self.centre:
+            return self.evaluate_both(tile, out, self.scratch(out.shape, 1))[0]
         scratch = self.scratch(out.shape, 1)
         u = self.distances.block(tile.rows, tile.columns, out, scratch)
-        if self._is_fused:
-            flat, alpha = _flat(u, self.alpha)
-            _compiled_value(self.function, u.dtype)(flat, alpha)
-        else:
-            u = self.function.value_(u, scratch, self.alpha)
-        return u.sub_(self.centre) if self.centre else u
+        if not self._is_fused:
+            return self.function.value_(u, scratch, self.alpha)
+        flat, alpha = _flat(u, self.alpha)
+        _compiled_value(self.function, u.dtype)(flat, alpha)
+        return u
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         u = self.distances.block(rows, columns)
@@ -101,10 +105,12 @@ class RadialTiles(Tiles):
         u = self.distances.block(tile.rows, tile.columns, value, derivative)
         if self._is_fused:
             flat, alpha = _flat(u, self.alpha)
-            _compiled_value_and_derivative(self.function, u.dtype)(flat, derivative.view(flat.shape), alpha)
+            both = _compiled_both(self.function, u.dtype, less_one=bool(self.centre))
+            both(flat, derivative.view(flat.shape), alpha)
         else:
-            u, derivative = self.function.value_and_derivative_(u, derivative, self.alpha)
-        return u.sub_(self.centre) if self.centre else u, derivative
+            both = self.function.less_one_and_derivative_ if self.centre else self.function.value_and_derivative_
+            u, derivative = both(u, derivative, self.alpha)
+        return u.add_(1 - self.centre) if self.centre else u, derivative
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> "RadialDerivative":
         """See `RadialDerivative`; without `value` or `alpha` that part is 0."""
@@ -202,8 +208,8 @@ class _CompiledLoop:
     code object, tiles are flat, and one thread compiles.
     """
 
-    def __init__(self, evaluate: FunctionType, function: RadialFunction, dtype: torch.dtype) -> None:
-        evaluate.__code__ = evaluate.__code__.replace(co_name=f"{evaluate.__name__}_{function.name}_{dtype}")
+    def __init__(self, evaluate: FunctionType, name: str, dtype: torch.dtype) -> None:
+        evaluate.__code__ = evaluate.__code__.replace(co_name=f"{evaluate.__name__}_{name}_{dtype}")
         # The graph cache on disk ignores the processor: AVX-512 code gives wrong numbers without AVX-512.
         self._evaluate = torch.compile(evaluate, dynamic=True, options={"fx_graph_cache": False})
         self._lock = threading.Lock()
@@ -235,12 +241,15 @@ def _compiled_value(function: RadialFunction, dtype: torch.dtype) -> _CompiledLo
     def evaluate(u: Tensor, alpha: Tensor | None) -> None:
         u.copy_(function.value(function.clamp_(u), alpha))
 
-    return _CompiledLoop(evaluate, function, dtype)
+    return _CompiledLoop(evaluate, function.name, dtype)
 
 
 @cache
-def _compiled_value_and_derivative(function: RadialFunction, dtype: torch.dtype) -> _CompiledLoop:
+def _compiled_both(function: RadialFunction, dtype: torch.dtype, *, less_one: bool) -> _CompiledLoop:
     def evaluate(u: Tensor, derivative: Tensor, alpha: Tensor | None) -> None:
-        function.value_and_derivative_(u, derivative, alpha)
+        if less_one:
+            function.less_one_and_derivative_(u, derivative, alpha)
+        else:
+            function.value_and_derivative_(u, derivative, alpha)
 
-    return _CompiledLoop(evaluate, function, dtype)
+    return _CompiledLoop(evaluate, f"{function.name}_less_{less_one:d}", dtype)

@@ -55,6 +55,7 @@ class Tiles(ABC):
     Attributes:
         centre: a number that tiles, but not other blocks, leave out of their entries: float32 sums over nearly equal ones
             lose digits.
+        rounding: rounding errors of entries over those of numbers near one.
 
     Args:
         symmetric: whether tile (j, i) is the transpose of (i, j); then only i <= j is evaluated.
@@ -63,7 +64,7 @@ class Tiles(ABC):
         like: a tensor of the tiles' dtype and device.
     """
 
-    centre = 0.0
+    centre, rounding = 0.0, 1.0
 
     def __init__(
         self,

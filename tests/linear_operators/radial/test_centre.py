@@ -6,7 +6,14 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial import tiles
-from gpy_iterative.linear_operators.radial.functions import MATERN32, RATIONAL_QUADRATIC, RBF, RadialFunction
+from gpy_iterative.linear_operators.radial.functions import (
+    MATERN12,
+    MATERN32,
+    MATERN52,
+    RATIONAL_QUADRATIC,
+    RBF,
+    RadialFunction,
+)
 
 FUNCTIONS = [RBF, MATERN32, RATIONAL_QUADRATIC]
 
@@ -95,3 +102,42 @@ def test_where_there_is_none() -> None:
     assert operator(100 * x).tiles().centre == 0  # entries differ
     assert operator(x[:0]).tiles().centre == 0
     assert operator(torch.full_like(x, torch.nan)).tiles().centre == 0
+
+
+@pytest.mark.parametrize(
+    "function", [RBF, MATERN12, MATERN32, MATERN52, RATIONAL_QUADRATIC], ids=lambda function: function.name
+)
+@pytest.mark.parametrize("largest", [1e-3, 1.0, 100.0])
+def test_functions_less_one(function: RadialFunction, largest: float) -> None:
+    u = largest * torch.rand(20_000, generator=torch.Generator().manual_seed(0)).view(100, 200)
+    alpha = torch.full((1,), 1.5) if function is RATIONAL_QUADRATIC else None
+
+    def evaluate(dtype: torch.dtype, *, less_one: bool) -> tuple[Tensor, Tensor]:
+        both = function.less_one_and_derivative_ if less_one else function.value_and_derivative_
+        given = u.to(dtype, copy=True)
+        return both(given, torch.empty_like(given), None if alpha is None else alpha.to(dtype))
+
+    exact, derivative = evaluate(torch.float64, less_one=True)
+    value, plain = evaluate(torch.float64, less_one=False)
+    torch.testing.assert_close(exact, value - 1, rtol=0, atol=1e-14)
+    torch.testing.assert_close(derivative, plain, rtol=1e-12, atol=1e-300)
+    found, derivative = evaluate(torch.float32, less_one=True)
+    sizes = 1 - torch.exp(-u.double().sqrt())  # of r for small r, else 1
+    assert ((found - exact).abs() < 4 * torch.finfo(torch.float32).eps * sizes).all()
+    # Derivatives of Matern-1/2 are zero near zero, where distances are rounding errors.
+    is_zero = derivative == 0
+    torch.testing.assert_close(derivative[~is_zero].double(), plain[~is_zero], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
+def test_rounding_of_entries(function: RadialFunction) -> None:
+    for scale in (0.03, 0.1, 0.3):
+        x = points(2000, 20, scale=scale / 3)
+        found, exact = operator(x, function=function), operator(x.double(), function=function)
+        tiles = found.tiles()
+        (tile, *_) = tiles.visits()
+        error = tiles.values(tile).double() + tiles.centre - exact.tiles().block(tile.rows, tile.columns)
+        assert tiles.centre > 0
+        assert error.square().mean().sqrt() < 0.4 * tiles.rounding * torch.finfo(torch.float32).eps
+    assert operator(100 * x, function=function).tiles().rounding == 1
+    assert operator(x.double(), function=function).tiles().rounding == 1
