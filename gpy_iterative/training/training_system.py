@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import ApproximationWarning, NonFiniteError, warn
-from gpy_iterative.linear_operators.extensions import all_parts, in_float64, with_products
+from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, in_float64, with_products
 from gpy_iterative.linear_operators.far_field.far_field import automatic_tolerance
 from gpy_iterative.linear_operators.from_gpytorch import flat_targets, noisy_operator, observed_data
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS
@@ -75,16 +75,17 @@ class TrainingSystem:
     def rounding(self) -> Tensor:
         """Error of -2 log N(y; 0, H) from rounding K, [*b]; zero where noise has an unknown form.
 
-        An error eps K_ii of K's entries, or less in tiles with a centre, changes eigenvalues as small as the noise by eps
-        K_ii / noise.
+        A relative error eps of K's entries, or less in tiles with a centre, changes eigenvalues as small as the noise by
+        eps K_ii / noise.
         """
         operator = self.operator
         noisy = operator if isinstance(operator, NoisyLinearOperator) else of_independent_noise(operator)
         if noisy is None:
             return self.residual.new_zeros((), dtype=torch.float64)
         eps = torch.finfo(operator.dtype).eps
-        if isinstance(noisy.kernel, TiledLinearOperator):
-            eps *= noisy.kernel.tiles().rounding
+        part = noisy.kernel.tiles().rounding if isinstance(noisy.kernel, TiledLinearOperator) else 1.0
+        if part < 1 and far_field_error(noisy.kernel) is None:  # blocks of a far field have no centre
+            eps *= part
         return eps * operator.shape[-1] * noisy.signal_to_noise()
 
     def _in_float64(self) -> "TrainingSystem":

@@ -36,7 +36,6 @@ class RadialFarField(RadialTiles):
     def __init__(self, *args: Any, angles: int = 0, number: int = 0, is_centred: bool = False) -> None:
         super().__init__(*args, is_centred=is_centred)
         self._angles, self.number = angles, number
-        self.rounding = 1.0  # blocks of a far field have no centre
 
     @cached_property
     def own_entries(self) -> RadialEntries:
