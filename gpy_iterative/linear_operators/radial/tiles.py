@@ -71,8 +71,10 @@ class RadialTiles(Tiles):
         self.distances = SquaredDistances(x1, x2, function.scale(self.alpha), few=few)
         self.function = function if self.distances.together else function.at_exact_distances()
         if is_centred:
-            some = [slice(None, None, max(-(-size // CENTRE_POINTS), 1)) for size in self.shape[-2:]]
-            mean = float(self.block(*some).mean())
+            strides = [max(-(-size // CENTRE_POINTS), 1) for size in self.shape[-2:]]
+            rows = torch.arange(0, self.shape[-2], strides[0], device=x1.device)
+            # Another stride for the columns: lines of a grid may have the length of a stride.
+            mean = float(self.block(rows, slice(None, None, strides[1] + 1)).mean())
             self.centre = round(mean * CENTRE_STEPS) / CENTRE_STEPS if mean > LEAST_CENTRE else 0.0
             # Rounding errors of f - 1 are relative to r, or smaller, and f of a Matern kernel is near 1 - r^2 / 2.
             self.rounding = min(math.sqrt(max(2 - 2 * mean, 0.0)), 1.0) if self.centre else 1.0

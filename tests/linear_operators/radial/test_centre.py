@@ -96,6 +96,13 @@ def test_derivatives_have_the_centre(batch: tuple[int, ...], has_x2: bool) -> No
     torch.testing.assert_close(of_matrix[1], gradients[1], rtol=1e-4, atol=1e-3)
 
 
+def test_a_grid_whose_lines_have_the_length_of_a_stride() -> None:
+    x = torch.cartesian_prod(torch.arange(64.0) / 20, torch.arange(64.0) / 0.1)
+    for found in (operator(x), operator(x.flip(-1)), operator(x, x[:-1])):
+        mean = found.tiles().block(slice(None), slice(None)).mean()
+        assert abs(found.tiles().centre - mean) < 0.1
+
+
 def test_where_there_is_none() -> None:
     x = points(100, 2)
     assert operator(x.double()).tiles().centre == 0  # float64 has digits enough
