@@ -172,7 +172,6 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             value_sem=(estimate.value_sem / num_data).to(result.dtype),
             seconds=time.perf_counter() - start,
             truncation=estimate.truncation,
-            probe_jitter=estimate.probe_jitter,
             far_field_error=estimate.far_field_error,
         )
         logger.info("%s: %s", type(self).__name__, self.report)

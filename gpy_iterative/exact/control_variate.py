@@ -150,8 +150,7 @@ def _of_blocks(
             block.masked_fill_(is_unused, 0).diagonal(dim1=-2, dim2=-1).masked_fill_(~is_used, 1)
         gradient[:, -1] += 1 / row[:, -1]
         gradient[:, -1] -= (gradient * row).sum(-1) / (2 * row[:, -1])
-        lower, _ = block_factors(block)
-        q[rows] = torch.cholesky_solve(gradient.unsqueeze(-1), lower).squeeze(-1).to(q.dtype)
+        q[rows] = torch.cholesky_solve(gradient.unsqueeze(-1), block_factors(block)).squeeze(-1).to(q.dtype)
         return system.pulled_back([entries], [-q[rows].unsqueeze(-1) * b[rows].unsqueeze(-2)])
 
     def of_share(share: Sequence[slice]) -> list[Tensor]:
@@ -192,7 +191,7 @@ def _of_low_rank(
     block = dense_rows(kernel, pivots)[:, pivots].double()
     if not (block.diagonal() > 0).any():  # a zero kernel
         return list(map(torch.zeros_like, system.leaves))
-    lower, _ = pivot_factor(block, factor.dtype)
+    lower = pivot_factor(block, factor.dtype)
     pivots, lower = pivots[:rank], lower[:rank, :rank]
     by_columns = torch.linalg.solve_triangular(lower, of_factor.double(), upper=False, left=False)
     cross = factor.double().mT @ by_columns

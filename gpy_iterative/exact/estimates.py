@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.exact.control_variate import ControlVariate
-from gpy_iterative.exact.probes import Probes, probe_jitter
+from gpy_iterative.exact.probes import Probes
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
@@ -54,7 +54,6 @@ class Estimate(ABC):
     status: SolveStatus
     stats: SolveStats
     truncation: Report | None = None
-    probe_jitter: float | None = None
     far_field_error: float | None = None
 
     @abstractmethod
@@ -179,7 +178,6 @@ def stochastic_estimate(
         control=control,
         status=SolveStatus.INDEFINITE if log_determinant.is_indefinite else solution.status,
         stats=solution.stats,
-        probe_jitter=probe_jitter(probes, logdet_probes),
         far_field_error=far_field_error(operator),
     )
     return estimate, solution.value, log_determinant.positions

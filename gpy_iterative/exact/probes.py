@@ -51,11 +51,6 @@ class Probes:
     covariance: SampledPreconditioner | None = None
 
 
-def probe_jitter(*probes: Probes) -> float | None:
-    factors = (each.covariance for each in probes)
-    return max((float(factor.jitter.max()) for factor in factors if factor is not None), default=0.0) or None
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProbeDistribution(ABC):
     """Options of a probe distribution. ValueError for num_probes below 1."""

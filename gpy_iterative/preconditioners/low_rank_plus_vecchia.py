@@ -46,18 +46,16 @@ class LowRankPlusVecchiaFactor(SampledPreconditioner):
     Args:
         factor: L [n, k].
         pivots: of L and of columns that it leaves out.
-        jitter: of L, see `factor_on`.
         local: B, with m entries beside the diagonal in a row.
     """
 
-    def __init__(self, factor: Tensor, pivots: Tensor, jitter: Tensor, local: SparseInverseCholesky) -> None:
+    def __init__(self, factor: Tensor, pivots: Tensor, local: SparseInverseCholesky) -> None:
         self.factor, self.pivots, self.local = factor, pivots, local
         # As for all columns, so that draws fit a low rank alone, too.
         self.num_signs = len(pivots) + len(local.order)
         #: I + W W^T.
         self.whitened = LowRankPlusDiagonal(local.whiten(factor), torch.ones_like(local.diagonal))
         self.build_epochs = local.build_epochs + len(pivots) / len(factor)
-        self.jitter = jitter.maximum(local.jitter.to(jitter))
 
     @property
     def smallest(self) -> Tensor:
@@ -102,7 +100,7 @@ class LowRankPlusVecchia(PreconditionerRecipe):
         """Pivots [k], none for Vecchia alone, and order of elimination [n] where there are neighbours."""
         is_local, pivots = _is_local(operator), torch.empty(0, dtype=torch.long, device=operator.device)
         if not is_local or (operator.shape[-1] <= MOST_ON_LINE and _is_on_line(operator)):
-            factor, found, _ = self._low_rank(operator).low_rank(operator, generator=generator)
+            factor, found = self._low_rank(operator).low_rank(operator, generator=generator)
             if not is_local or largest_left(operator, factor) < LEFT_ON_LINE:
                 pivots = found
         order = Vecchia().choices(operator, generator) if has_neighbours(operator) else {}
@@ -126,16 +124,16 @@ class LowRankPlusVecchia(PreconditionerRecipe):
         if choices is not None and "order" in choices and not len(choices["pivots"]):
             return Vecchia(self.num_neighbours or NEIGHBOURS[0]).build(operator, choices=choices)
         pivots = None if choices is None else choices["pivots"]
-        factor, pivots, jitter = self._low_rank(operator).low_rank(operator, pivots, generator=generator)
+        factor, pivots = self._low_rank(operator).low_rank(operator, pivots, generator=generator)
         if not has_neighbours(operator) or largest_left(operator, factor) < LARGEST_LEFT:
-            return plus_diagonal(operator, factor, pivots, jitter)
+            return plus_diagonal(operator, factor, pivots)
         factor = factor[:, : math.ceil(len(pivots) / 2)].contiguous()  # rows are read
         explained = ConstantMulLinearOperator(RootLinearOperator(factor), -factor.new_ones(()))
         rest = NoisyLinearOperator(SumLinearOperator(operator.kernel, explained), operator.noise)
         least, most = NEIGHBOURS
         suited = least if has_fast_products(operator) else min(max(len(factor) // ROWS_PER_NEIGHBOUR, least), most)
         local = Vecchia(self.num_neighbours or suited).build(rest, generator=generator, choices=choices)
-        return LowRankPlusVecchiaFactor(factor, pivots, jitter, local)
+        return LowRankPlusVecchiaFactor(factor, pivots, local)
 
     def _low_rank(self, operator: LinearOperator) -> RandomlyPivotedCholesky:
         suited = min(max(operator.shape[-1] // ROWS_PER_COLUMN, LEAST_RANK), MAX_RANK)

@@ -42,7 +42,7 @@ class Nystrom(LowRankRecipe):
         block = (block + block.mT) / 2
         batch, (size, rank) = product.shape[:-2], product.shape[-2:]
         factors = [
-            factor_on(rows, inner)[0]
+            factor_on(rows, inner)
             for rows, inner in zip(product.mT.reshape(-1, rank, size), block.reshape(-1, rank, rank), strict=True)
         ]
         factor = torch.stack(factors).reshape(*batch, size, rank)

@@ -26,11 +26,11 @@ NOT_FINITE = "The kernel matrix has NaN or infinite entries. Check the data and 
 
 
 class PivotedCholeskyFactor(LowRankPlusDiagonal):
-    """Low rank plus diagonal with pivots [*b, k] and raised jitter [*b], see `factor_on`."""
+    """Low rank plus diagonal with pivots [*b, k]."""
 
-    def __init__(self, factor: Tensor, diagonal: Tensor, pivots: Tensor, jitter: Tensor) -> None:
+    def __init__(self, factor: Tensor, diagonal: Tensor, pivots: Tensor) -> None:
         super().__init__(factor, diagonal)
-        self.pivots, self.jitter = pivots, jitter
+        self.pivots = pivots
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,16 @@ class PivotedCholesky(LowRankRecipe):
         """
         pivots = None if choices is None else choices["pivots"]
         if known is not None and pivots is not None and torch.equal(known.pivots, pivots):
-            factor, jitter = known.factor, known.jitter
+            factor = known.factor
         else:
-            factor, pivots, jitter = self.low_rank(operator, pivots, generator=generator)
-        return plus_diagonal(operator, factor, pivots, jitter, correct_diagonal=correct_diagonal)
+            factor, pivots = self.low_rank(operator, pivots, generator=generator)
+        return plus_diagonal(operator, factor, pivots, correct_diagonal=correct_diagonal)
 
     @torch.no_grad()
     def low_rank(
         self, operator: LinearOperator, pivots: Tensor | None = None, *, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """L [*b, n, k], its pivots [*b, k] and raised jitter [*b], see `build`."""
+    ) -> tuple[Tensor, Tensor]:
+        """L [*b, n, k] and its pivots [*b, k], see `build`."""
         kernel, diagonal, _ = kernel_and_noise(operator)
         if pivots is None:
             generator = given_or_seeded(generator)
@@ -89,16 +89,14 @@ class PivotedCholesky(LowRankRecipe):
             if pivots is None:
                 partial = PartialCholesky(member, diagonal[index], min(self.rank, size))
                 self._grow(partial, cast(torch.Generator, generator))
-                members.append((partial.factor, partial.pivots, 0.0))
+                members.append((partial.factor, partial.pivots))
             else:
                 rows = dense_rows(member, pivots[index])
-                factor, jitter = factor_on(rows, rows[:, pivots[index]].double())
-                members.append((factor, pivots[index], jitter))
-        rank = min(len(chosen) for _, chosen, _ in members)
-        factors = torch.stack([factor[:, :rank] for factor, _, _ in members])
-        chosen = torch.stack([chosen[:rank] for _, chosen, _ in members])
-        jitters = torch.tensor([jitter for _, _, jitter in members], dtype=diagonal.dtype, device=diagonal.device)
-        return factors.reshape(*batch, size, rank), chosen.reshape(*batch, rank), jitters.reshape(batch)
+                members.append((factor_on(rows, rows[:, pivots[index]].double()), pivots[index]))
+        rank = min(len(chosen) for _, chosen in members)
+        factors = torch.stack([factor[:, :rank] for factor, _ in members])
+        chosen = torch.stack([chosen[:rank] for _, chosen in members])
+        return factors.reshape(*batch, size, rank), chosen.reshape(*batch, rank)
 
     def _grow(self, partial: "PartialCholesky", generator: torch.Generator) -> None:
         while partial.rank < partial.capacity:
@@ -148,7 +146,7 @@ class RandomlyPivotedCholesky(PivotedCholesky):
 
 
 def plus_diagonal(
-    operator: LinearOperator, factor: Tensor, pivots: Tensor, jitter: Tensor, *, correct_diagonal: bool = False
+    operator: LinearOperator, factor: Tensor, pivots: Tensor, *, correct_diagonal: bool = False
 ) -> PivotedCholeskyFactor:
     """L L^T of `PivotedCholesky.low_rank` plus the noise, see `PivotedCholesky.build`."""
     _, diagonal, noise = kernel_and_noise(operator)
@@ -162,7 +160,7 @@ def plus_diagonal(
     else:
         # Never zero, so that S is positive definite without noise.
         added = (noise + rest if correct_diagonal else noise).maximum(eps * mean)
-    return PivotedCholeskyFactor(factor, added, pivots, jitter)
+    return PivotedCholeskyFactor(factor, added, pivots)
 
 
 class PartialCholesky:
@@ -235,28 +233,27 @@ def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple
     return taken, torch.cat(columns, dim=-1)[taken].tril()
 
 
-def factor_on(rows: Tensor, block: Tensor) -> tuple[Tensor, float]:
-    """L = K C R^-T [n, k] from rows C^T K and block C^T K C (float64), with R and jitter of `pivot_factor`."""
+def factor_on(rows: Tensor, block: Tensor) -> Tensor:
+    """L = K C R^-T [n, k] from rows C^T K and block C^T K C (float64), with R of `pivot_factor`."""
     if not torch.isfinite(block).all():
         raise NonFiniteError(NOT_FINITE)
     if not (block.diagonal() > 0).any():  # a zero kernel
-        return torch.zeros_like(rows).mT, 0.0
-    lower, raised = pivot_factor(block, rows.dtype)
-    return (_inverse(lower) @ rows.double()).mT.to(rows.dtype), raised
+        return torch.zeros_like(rows).mT
+    return (_inverse(pivot_factor(block, rows.dtype)) @ rows.double()).mT.to(rows.dtype)
 
 
-def pivot_factor(block: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+def pivot_factor(block: Tensor, dtype: torch.dtype) -> Tensor:
     """R [k, k], the Cholesky factor of a block (float64) of entries in `dtype` plus jitter.
 
     The jitter, relative to the largest diagonal entry, keeps L L^T below K. If rounding makes the block indefinite beyond
-    half of it, it is raised, continuously in the hyperparameters, and returned, else 0.
+    half of it, it is raised, continuously in the hyperparameters.
     """
     scale = float(block.diagonal().max())
-    jitter, raised = max(1e-10, len(block) * torch.finfo(dtype).eps), 0.0
+    jitter = max(1e-10, len(block) * torch.finfo(dtype).eps)
     identity = torch.eye(len(block), dtype=block.dtype, device=block.device)
     if torch.linalg.cholesky_ex(block + 0.5 * jitter * scale * identity).info:
-        jitter = raised = -2 * float(torch.linalg.eigvalsh(block)[0]) / scale
-    return torch.linalg.cholesky(block + jitter * scale * identity), raised
+        jitter = -2 * float(torch.linalg.eigvalsh(block)[0]) / scale
+    return torch.linalg.cholesky(block + jitter * scale * identity)
 
 
 def _inverse(lower: Tensor) -> Tensor:

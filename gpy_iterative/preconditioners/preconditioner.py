@@ -9,8 +9,6 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.worker_threads import CPU
-
 
 class Preconditioner(ABC):
     """A symmetric positive definite S [*b, n, n] that approximates a system H."""
@@ -54,9 +52,6 @@ class SampledPreconditioner(Preconditioner):
 
     #: Rows of `sample`'s base.
     num_signs: int
-
-    #: Added to variances where rounding made blocks indefinite, relative to the largest, [*b].
-    jitter: Tensor = torch.zeros((), device=CPU)
 
     @abstractmethod
     def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from gpy_iterative.preconditioners.preconditioner import SampledPreconditioner
-from gpy_iterative.worker_threads import CPU, run, shares
+from gpy_iterative.worker_threads import run, shares
 
 #: Indices up to this have 32 bits.
 LARGEST = 2**31 - 1
@@ -26,15 +26,11 @@ class SparseInverseCholesky(SampledPreconditioner):
         neighbours: [n, m], columns of B's off-diagonal entries; unused: 0, with weight 0.
         weights: [n, m], these entries.
         diagonal: [n], diagonal of B, positive.
-        jitter: the largest, relative to variances.
     """
 
-    def __init__(
-        self, order: Tensor, neighbours: Tensor, weights: Tensor, diagonal: Tensor, jitter: float = 0.0
-    ) -> None:
+    def __init__(self, order: Tensor, neighbours: Tensor, weights: Tensor, diagonal: Tensor) -> None:
         size, width = neighbours.shape
         self.order, self.weights, self.diagonal, self.num_signs = order, weights, diagonal, size
-        self.jitter = torch.tensor(jitter, dtype=diagonal.dtype, device=CPU)
         self.build_epochs = (width + 1) ** 2 / size
         kind = torch.int32 if neighbours.numel() <= LARGEST else torch.int64
         self.neighbours = neighbours.to(kind)

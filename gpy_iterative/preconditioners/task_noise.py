@@ -36,10 +36,6 @@ class WhitenedTasks(SampledPreconditioner):
         return self.inner.pivots
 
     @property
-    def jitter(self) -> Tensor:
-        return self.inner.jitter
-
-    @property
     def smallest(self) -> Tensor:
         return self.inner.smallest / torch.linalg.matrix_norm(self._inverse, ord=2).square()
 

@@ -76,8 +76,7 @@ class Vecchia(PreconditionerRecipe):
         order = (self.choices(operator, generator) if choices is None else choices)["order"]
         count = max(min(self.num_neighbours, len(points) - 1), 1)
         neighbours = previous_neighbours(points[order], count).to(order.device)
-        weights, diagonal, jitter = _rows(operator, order, neighbours)
-        return SparseInverseCholesky(order, neighbours, weights, diagonal, jitter)
+        return SparseInverseCholesky(order, neighbours, *_rows(operator, order, neighbours))
 
 
 def _points(operator: LinearOperator) -> Tensor:
@@ -96,54 +95,47 @@ def _points(operator: LinearOperator) -> Tensor:
     return points
 
 
-def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Weights and diagonal of B, and the largest jitter."""
+def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and diagonal of B."""
     size, count = neighbours.shape
     entries = torch.empty(size, count + 1, dtype=operator.dtype, device=operator.device)
     head = min(count, size)  # rows with all previous points as neighbours
-    inverse, jitter = _inverse_factors(operator, order[:head].unsqueeze(0))
+    inverse = _inverse_factors(operator, order[:head].unsqueeze(0))[0]
     entries[:head] = 0
-    entries[:head, :head] = inverse[0].tril(-1)
-    entries[:head, -1] = inverse[0].diagonal()
+    entries[:head, :head] = inverse.tril(-1)
+    entries[:head, -1] = inverse.diagonal()
     parts = blocks(size, max(ENTRIES.on(entries.device) // (count + 1) ** 2, 1), head)
-    found = run([partial(_fill, entries, operator, order, neighbours, rows) for rows in parts], entries.device)
-    return entries[:, :-1].contiguous(), entries[:, -1].contiguous(), max([jitter, *found])
+    run([partial(_fill, entries, operator, order, neighbours, rows) for rows in parts], entries.device)
+    return entries[:, :-1].contiguous(), entries[:, -1].contiguous()
 
 
-def _fill(entries: Tensor, operator: LinearOperator, order: Tensor, neighbours: Tensor, rows: slice) -> float:
+def _fill(entries: Tensor, operator: LinearOperator, order: Tensor, neighbours: Tensor, rows: slice) -> None:
     """Row i of B: last row of the inverse factor of i and its neighbours."""
     own = torch.arange(rows.start, rows.stop, device=neighbours.device)
     sets = torch.cat([neighbours[rows], own.unsqueeze(-1)], dim=-1)
-    inverse, jitter = _inverse_factors(operator, order[sets], last_only=True)
-    entries[rows] = inverse[:, 0].to(entries.dtype)
-    return jitter
+    entries[rows] = _inverse_factors(operator, order[sets], last_only=True)[:, 0].to(entries.dtype)
 
 
-def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool = False) -> tuple[Tensor, float]:
-    """Inverse factors (or their last rows), and the largest jitter."""
+def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool = False) -> Tensor:
+    """Inverse factors, or their last rows."""
     blocks = principal_blocks(operator, sets).double()
     if not has_finite_sum(blocks):
         raise NonFiniteError(NOT_FINITE)
-    lower, jitter = block_factors(blocks)
     identity = torch.eye(sets.shape[-1], dtype=blocks.dtype, device=blocks.device)[-1 if last_only else 0 :]
     wanted = identity.expand(len(sets), *identity.shape)
-    return torch.linalg.solve_triangular(lower, wanted, upper=False, left=False), jitter
+    return torch.linalg.solve_triangular(block_factors(blocks), wanted, upper=False, left=False)
 
 
-def block_factors(blocks: Tensor) -> tuple[Tensor, float]:
-    """Cholesky factors [c, k, k] of float64 blocks, indefinite ones with jitter; the largest jitter."""
+def block_factors(blocks: Tensor) -> Tensor:
+    """Cholesky factors [c, k, k] of float64 blocks; of indefinite ones with jitter."""
     lower, info = torch.linalg.cholesky_ex(blocks)
-    jitter, failed = 0.0, info.nonzero().squeeze(-1)
+    failed = info.nonzero().squeeze(-1)
     if len(failed):
-        lower[failed], jitter = _jittered_factors(blocks[failed])
-    return lower, jitter
-
-
-def _jittered_factors(blocks: Tensor) -> tuple[Tensor, float]:
-    scale = blocks.diagonal(dim1=-2, dim2=-1).amax(-1)
-    scale = torch.where(scale > 0, scale, 1.0)
-    lowest = torch.linalg.eigvalsh(blocks)[..., 0]
-    jitter = (-2 * lowest).clamp_min(0) + LEAST_JITTER * scale
-    jittered = blocks.clone()
-    jittered.diagonal(dim1=-2, dim2=-1).add_(jitter.unsqueeze(-1))
-    return torch.linalg.cholesky(jittered), float((jitter / scale).max())
+        jittered = blocks[failed]
+        diagonal = jittered.diagonal(dim1=-2, dim2=-1)
+        scale = diagonal.amax(-1)
+        lowest = torch.linalg.eigvalsh(jittered)[..., 0]
+        jitter = (-2 * lowest).clamp_min(0) + LEAST_JITTER * torch.where(scale > 0, scale, 1.0)
+        diagonal.add_(jitter.unsqueeze(-1))
+        lower[failed] = torch.linalg.cholesky(jittered)
+    return lower

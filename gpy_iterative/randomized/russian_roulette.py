@@ -16,7 +16,7 @@ from gpy_iterative.checks import check_choice, check_count, check_flag, check_fr
 from gpy_iterative.errors import BiasWarning, VarianceWarning, warn
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.exact.estimates import DensityEstimate, Estimate
-from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Rademacher, probe_jitter
+from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Rademacher
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
@@ -149,8 +149,7 @@ class RussianRouletteMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             run = run.having(decay={"energies": pooled_energies(runs)})
         estimate = stacked_members(members, batch)
         stats = dataclasses.replace(estimate.stats, seconds=time.perf_counter() - start)
-        jitter, error = probe_jitter(probes), far_field_error(operator)
-        return dataclasses.replace(estimate, stats=stats, probe_jitter=jitter, far_field_error=error), run
+        return dataclasses.replace(estimate, stats=stats, far_field_error=far_field_error(operator)), run
 
     def _current_truncation(self, run: Run) -> Truncation:
         if not isinstance(self.truncation, AutomaticTruncation):

@@ -70,8 +70,6 @@ class MarginalLogLikelihoodReport(Report):
             too large. 0 for Cholesky, NaN if unknown (random features, Russian roulette with a single probe).
         seconds: of the forward pass.
         truncation: of random truncation methods.
-        probe_jitter: of frozen pivots or `Vecchia` blocks, relative to the largest variance; it raises the gradient's
-            variance.
         far_field_error: measured error of far-field entries, relative to their standard deviation.
     """
 
@@ -84,18 +82,16 @@ class MarginalLogLikelihoodReport(Report):
     value_sem: Tensor
     seconds: float
     truncation: Report | None = None
-    probe_jitter: float | None = None
     far_field_error: float | None = None
 
     def __str__(self) -> str:
         value, sem = self.value.mean().item(), self.value_sem.mean().item()
         error = "error unknown" if math.isnan(sem) else f"± {sem:.1g}"
         probes = "" if self.residual_probes is None else f", probes {self.residual_probes:.2g}"
-        jitter = "" if self.probe_jitter is None else f"; probes' covariance took a jitter of {self.probe_jitter:.1g}"
         far = "" if self.far_field_error is None else f"; far field to {self.far_field_error:.1g}"
         return (
             f"mll {value:.4f} {error}; {self.status.name.lower()} after {self.epochs:.1f} epochs; "
-            f"residuals: targets {self.residual_targets:.2g}{probes}{jitter}{far}; {self.seconds:.2f} s"
+            f"residuals: targets {self.residual_targets:.2g}{probes}{far}; {self.seconds:.2f} s"
         )
 
 

@@ -306,7 +306,7 @@ def test_smooth_data_train_at_the_defaults(probes: str, solver: gpi.solvers.Solv
     assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
 
 
-def test_pivots_that_rounding_takes_away_are_reported_and_stay() -> None:
+def test_pivots_that_rounding_takes_away_stay() -> None:
     case = smooth_case(RoughRBF(), torch.float64)
     base = case.model.covar_module.base_kernel
     base.lengthscale = 0.1
@@ -318,15 +318,13 @@ def test_pivots_that_rounding_takes_away_are_reported_and_stay() -> None:
 
     mll = fresh(0)
     mll(case.model(case.x), case.y)
-    assert mll.report.probe_jitter is None
-    assert "jitter" not in str(mll.report)
     pivots = mll.training_state()["probes.pivots"]
     base.lengthscale = 2.0  # a dozen pivots carry something now
     adam(case, mll, 2)
     assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
-    assert 1e-5 < mll.report.probe_jitter < 1e-2
-    assert "jitter" in str(mll.report)
-    assert "probe jitter" in mll.report.table()
+    with torch.no_grad():
+        block = case.model(case.x).covariance_matrix[pivots][:, pivots]
+    assert torch.linalg.eigvalsh(block)[0] < -1e-6
     resumed = fresh(5)
     resumed.load_training_state(mll.training_state())
     assert torch.equal(resumed.training_state()["probes.pivots"], pivots)

@@ -266,7 +266,8 @@ def test_pivots_that_carry_only_rounding_fade_out(dtype: torch.dtype, size: floa
     operator = rounded(2.0, size, dtype)
     built = recipe.build(operator, choices={"pivots": pivots}, correct_diagonal=True)
     assert built.rank == 40
-    assert 0 < built.jitter < 50 * size
+    block = operator.kernel.to_dense()[pivots][:, pivots]
+    assert torch.linalg.eigvalsh(block.double())[0] < 0
     exact = rounded(2.0, 0.0, torch.float64).kernel.to_dense()
     left = torch.linalg.eigvalsh(exact - built.factor.double() @ built.factor.double().mT)
     # Nowhere far above the kernel, and where it carries something not far below.
@@ -289,6 +290,6 @@ def test_pivots_of_a_kernel_that_has_become_zero() -> None:
 
 def test_jitter_is_raised_where_it_has_to_be_only() -> None:
     operator = system()
-    pivots = PivotedCholesky(rank=20).build(operator).pivots
-    assert PivotedCholesky(rank=20).build(operator).jitter == 0
-    assert PivotedCholesky(rank=20).build(operator, choices={"pivots": pivots}).jitter == 0
+    chosen = PivotedCholesky(rank=20).build(operator)
+    again = PivotedCholesky(rank=20).build(operator, choices={"pivots": chosen.pivots})
+    torch.testing.assert_close(again.factor, chosen.factor)

@@ -218,7 +218,7 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
 
     (L L^T + D)^-1 k_x lies in it. D takes the mean of the rest, which is zero at pivots.
     """
-    factor, _, _ = RandomlyPivotedCholesky(rank=rank).low_rank(operator)
+    factor, _ = RandomlyPivotedCholesky(rank=rank).low_rank(operator)
     _, diagonal, noise = kernel_and_noise(operator)
     largest = math.inf
     if noise is not None:
