@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -117,13 +116,13 @@ class Cholesky(Solver):
         return Solution(value, residual, status, SolveStats(0, 0.0, 1.0, norms, time.perf_counter() - start))
 
 
-def jittered_cholesky(matrix: Tensor, name: str, jitters: Sequence[float] = JITTERS) -> tuple[Tensor, float]:
+def jittered_cholesky(matrix: Tensor, name: str) -> tuple[Tensor, float]:
     """Factors of float64 matrices, and the largest jitter; raises like `Cholesky.factorize`."""
     _check_finite(matrix, name)
     scale = matrix.diagonal(dim1=-2, dim2=-1).abs().amax(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
     factor, info = torch.linalg.cholesky_ex(matrix)
     added, largest = torch.zeros_like(scale), 0.0
-    for jitter in jitters:
+    for jitter in JITTERS:
         if not info.any():
             break
         largest, added = jitter, torch.where(info > 0, jitter * scale, added)
@@ -133,7 +132,7 @@ def jittered_cholesky(matrix: Tensor, name: str, jitters: Sequence[float] = JITT
     if not info.any():
         return factor, largest
     raise NotPositiveDefiniteError(
-        f"{name} is not positive definite even with a jitter of {jitters[-1]:g} of its diagonal. {ADVICE}"
+        f"{name} is not positive definite even with a jitter of {JITTERS[-1]:g} of its diagonal. {ADVICE}"
     )
 
 

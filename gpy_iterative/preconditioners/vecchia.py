@@ -119,18 +119,18 @@ def _fill(entries: Tensor, operator: LinearOperator, order: Tensor, neighbours: 
 def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool = False) -> Tensor:
     """Inverse factors, or their last rows."""
     blocks = principal_blocks(operator, sets).double()
-    if not has_finite_sum(blocks):
-        raise NonFiniteError(NOT_FINITE)
     identity = torch.eye(sets.shape[-1], dtype=blocks.dtype, device=blocks.device)[-1 if last_only else 0 :]
     wanted = identity.expand(len(sets), *identity.shape)
     return torch.linalg.solve_triangular(block_factors(blocks), wanted, upper=False, left=False)
 
 
 def block_factors(blocks: Tensor) -> Tensor:
-    """Cholesky factors [c, k, k] of float64 blocks; of indefinite ones with jitter."""
+    """Cholesky factors [*b, k, k] of float64 blocks; of indefinite ones with jitter. Raises NonFiniteError."""
+    if not has_finite_sum(blocks):
+        raise NonFiniteError(NOT_FINITE)
     lower, info = torch.linalg.cholesky_ex(blocks)
-    failed = info.nonzero().squeeze(-1)
-    if len(failed):
+    failed = info > 0
+    if failed.any():
         jittered = blocks[failed]
         diagonal = jittered.diagonal(dim1=-2, dim2=-1)
         scale = diagonal.amax(-1)

@@ -15,16 +15,14 @@ from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.linear_operators.extensions import kernel_inputs, sum_terms
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
-from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.preconditioners.neighbours import Tree
+from gpy_iterative.preconditioners.vecchia import block_factors
 from gpy_iterative.worker_threads import run
 
 #: Most neighbours of all points whose joint covariance is evaluated by entries.
 MAX_PAIRWISE = 2048
 #: Points per task of a CPU thread: their systems fit its cache.
 POINTS = 16
-#: Relative jitters; the last ones for float32, where R may be only rounding errors.
-JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 #: Error of an entry of R, in machine epsilons of the prior variance.
 ROUNDING_ERRORS = 16
 
@@ -118,7 +116,7 @@ class Neighbours:
         with torch.no_grad():
             covariance = self._blocks(index, rows)
             covariance.diagonal(dim1=-2, dim2=-1).add_(self.rounding)
-            lower = jittered_factor(covariance)
+            lower = block_factors(covariance)  # in float32, R may be only rounding errors
         projected = (rows @ self.coefficients[..., points, :].unsqueeze(-1)).squeeze(-1)
         correlation = (self.prior[..., points, :] - projected).double()
         return covariance, correlation, torch.cholesky_solve(correlation.unsqueeze(-1), lower).squeeze(-1)
@@ -175,7 +173,3 @@ class Neighbours:
 
     def _blocks(self, index: Tensor, rows: Tensor) -> Tensor:
         return (blocks.principal_blocks(self.local.operator, index).to(rows.dtype) - rows @ rows.mT).double()
-
-
-def jittered_factor(covariances: Tensor) -> Tensor:
-    return jittered_cholesky(covariances, "The covariance between neighbouring data", JITTERS)[0]

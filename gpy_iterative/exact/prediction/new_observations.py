@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 from gpy_iterative.checks import check_finite, check_same_kind
 from gpy_iterative.exact.prediction.blocks import principal_blocks
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, common_batch
-from gpy_iterative.exact.prediction.local_part import jittered_factor
 from gpy_iterative.linear_operators.extensions import dense_rows
+from gpy_iterative.preconditioners.vecchia import block_factors
 from gpy_iterative.training.training_system import TrainingSystem, unexpanded
 
 
@@ -160,7 +160,7 @@ def locally_corrected(operator: LinearOperator, rhs: Tensor, guess: Tensor, size
         index = _neighbourhood(operator, rows)
         residual = rhs - operator._matmul(guess)
         columns = index.unsqueeze(-1).expand(*index.shape, rhs.shape[-1])
-        lower = jittered_factor(principal_blocks(operator, index.unsqueeze(-2)).squeeze(-3).double())
+        lower = block_factors(principal_blocks(operator, index.unsqueeze(-2)).squeeze(-3).double())
         step = torch.cholesky_solve(residual.gather(-2, columns).double(), lower)
         guess = guess.scatter_add(-2, columns, step.to(guess.dtype))
         epochs += 1.0 + len(rows) / operator.shape[-1]

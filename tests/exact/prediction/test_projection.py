@@ -16,6 +16,7 @@ from gpy_iterative.exact.prediction import local_part
 from gpy_iterative.exact.prediction import projection as projection_module
 from gpy_iterative.exact.prediction.projection import ExactProjection, GalerkinProjection, ProjectionRecipe
 from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.preconditioners.vecchia import block_factors
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
 from tests.exact.gaussian_models import Regression
@@ -223,7 +224,7 @@ def test_rounding_in_one_block_of_neighbours_changes_no_other() -> None:
     # float32 with noise of 1e-4 leaves such blocks: past the projections hardly more than rounding errors.
     good = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
     rounded = torch.tensor([[1.0, 1.5], [1.5, 1.0]], dtype=torch.float64)
-    lower = local_part.jittered_factor(torch.stack([good, rounded]))
+    lower = block_factors(torch.stack([good, rounded]))
     assert torch.equal(lower[0], torch.linalg.cholesky(good))
     assert torch.isfinite(lower[1]).all()
     rest = lower[1] @ lower[1].mT - rounded
