@@ -287,10 +287,10 @@ class CurvatureLoop(Loop):
         return {**own, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if state.get("is_followed"):
+        if state["is_followed"]:
             self._follow()
         self.steps, self._has_raised = state["steps"], state["has_raised"]
-        self._has_redrawn, self._has_shortened = state.get("has_redrawn", False), state.get("has_shortened", False)
+        self._has_redrawn, self._has_shortened = state["has_redrawn"], state["has_shortened"]
         self._lefts, self._seen = state["lefts"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]
@@ -371,10 +371,7 @@ class AdamLoop(Loop):
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._optimiser.load_state(state)
-        if "length" in state:
-            self._length = state["length"]
-        else:  # of an earlier version, which began with 1
-            self.history[:] = [replace(row, step=row.step - 1) for row in self.history]
+        self._length = state["length"]
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
         weights = {*self.mll.variational_parameters(), *self.mll.parameters(recurse=False)}
