@@ -131,24 +131,18 @@ class AverageInformation(LevenbergMarquardt):
         self, position: Tensor, mll: IterativeMarginalLogLikelihood, is_better: Callable[[Point], bool]
     ) -> bool:
         """False, without changes, if the point there is not better."""
-        known, undo_position = self.mll, self._undo_to_here()
-
-        def undo() -> None:
-            self.mll = known
-            undo_position()
-
+        undo, is_accepted = self._undo_to_here(), False
         try:
             self.mll = mll
             with held_warnings() as held:
                 reached = self._tried(position.clamp(self.coordinates.lower, self.coordinates.upper))
-            if reached is None or not is_better(reached):
+            if reached is not None and is_better(reached):
+                self._accept(reached, held, None)
+                is_accepted = True
+        finally:
+            if not is_accepted:
                 undo()
-                return False
-            self._accept(reached, held, None)
-        except BaseException:  # also Ctrl-C
-            undo()
-            raise
-        return True
+        return is_accepted
 
     def state(self) -> dict[str, Tensor]:
         known = {}

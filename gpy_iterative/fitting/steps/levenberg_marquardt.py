@@ -242,15 +242,16 @@ class LevenbergMarquardt(ABC):
         return None if point.status in self._failed else point
 
     def _undo_to_here(self) -> Callable[[], None]:
-        parameters = self.coordinates.parameters
-        before, state, report = copied(parameters), self.mll.training_state(), self.mll.report
-        warned_of = set(self.mll.warned_of)
+        mll, parameters = self.mll, self.coordinates.parameters
+        before, state, report = copied(parameters), mll.training_state(), mll.report
+        warned_of = set(mll.warned_of)
 
         def undo() -> None:
             restore(parameters, before)
-            self.mll.load_training_state(state)
-            self.mll.report = report
-            self.mll.warned_of.intersection_update(warned_of)  # variants of an mll share it
+            mll.load_training_state(state)
+            mll.report = report
+            mll.warned_of.intersection_update(warned_of)  # variants of an mll share it
+            self.mll = mll
 
         return undo
 
