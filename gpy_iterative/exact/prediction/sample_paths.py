@@ -1,6 +1,3 @@
-from dataclasses import replace
-
-import torch
 from torch import Tensor
 
 from gpy_iterative.exact.prediction.blocks import product
@@ -11,8 +8,6 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.snapshot import ModelSnapshot
 from gpy_iterative.training.training_system import prior_at
-
-CHUNK_POINTS = 1024
 
 
 class SamplePaths:
@@ -45,11 +40,6 @@ class SamplePaths:
             joint = joint_prior(model, points, self._update.shape[:-2], self._products)
             update = product(joint.test_train, self._update)
             distribution = prior_at(model, points)
-            terms = kernel_terms(distribution.lazy_covariance_matrix)
-            parts = []
-            for start in range(0, max(points[0].shape[-2], 1), CHUNK_POINTS):
-                rows = [replace(term, inputs=term.inputs[..., start : start + CHUNK_POINTS, :]) for term in terms]
-                parts.append(self._features.prior_sample(rows, self._draws))
-            prior = torch.cat(parts, dim=-2)
+            prior = self._features.prior_sample(kernel_terms(distribution.lazy_covariance_matrix), self._draws)
             values = joint.mean.unsqueeze(-1) + prior + update.reshape(*joint.mean.shape, self.num_paths)
             return values.to(joint.mean.dtype).movedim(-1, 0).unflatten(-1, distribution.event_shape)

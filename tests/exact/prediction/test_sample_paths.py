@@ -202,7 +202,7 @@ def test_many_points_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     case, x = CASES["batch"](), held_out_points(9)
     paths = posterior_of(case).sample_paths(3)
     whole = paths(x)
-    monkeypatch.setattr("gpy_iterative.exact.prediction.sample_paths.CHUNK_POINTS", 2)
+    monkeypatch.setattr("gpy_iterative.spectral.features.ENTRIES_AT_A_TIME", 2 * paths._features.num_frequencies)
     torch.testing.assert_close(paths(x), whole)
     assert paths(x[:0]).shape == (3, 2, 0)
 
