@@ -8,6 +8,7 @@ from torch import Size, Tensor
 
 from gpy_iterative.checks import check_autocast
 from gpy_iterative.exact.prediction.joint_prior import expanded
+from gpy_iterative.linear_operators.kernel_functions import leaves_of
 
 if TYPE_CHECKING:
     from gpy_iterative.exact.prediction.posterior import PathwisePosterior
@@ -81,15 +82,5 @@ class PathwisePredictionStrategy:
 
 def _depend_on_others(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> bool:
     """Whether gradients of the tensors flow to other leaves than these parameters."""
-    known, seen = {id(parameter) for parameter in parameters}, set()
-    waiting = [tensor.grad_fn for tensor in tensors]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
-            return True
-        waiting += [following for following, _ in node.next_functions]
-    return False
+    known = {id(parameter) for parameter in parameters}
+    return any(id(leaf) not in known for tensor in tensors for leaf in leaves_of(tensor))
