@@ -8,7 +8,8 @@ from torch import Tensor
 
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
-from gpy_iterative.features.weight_space.weights import WeightDistribution, positive_factor
+from gpy_iterative.features.weight_space.weights import WeightDistribution
+from gpy_iterative.linear_solvers.cholesky import positive_factor
 from gpy_iterative.training.run import Run
 
 

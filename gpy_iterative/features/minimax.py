@@ -15,7 +15,8 @@ from torch import Tensor
 from gpy_iterative.errors import BiasWarning, warn
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
-from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, positive_factor, surrogate
+from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, surrogate
+from gpy_iterative.linear_solvers.cholesky import positive_factor
 from gpy_iterative.training.run import NO_ROWS, Run, next_rows
 from gpy_iterative.worker_threads import CPU
 

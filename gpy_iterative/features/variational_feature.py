@@ -11,13 +11,8 @@ from torch import Tensor
 from gpy_iterative.checks import check_choice, check_flag
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood, num_steps
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpaceProblem
-from gpy_iterative.features.weight_space.weights import (
-    TrackerRate,
-    WeightDistribution,
-    exact_statistics,
-    positive_factor,
-    surrogate,
-)
+from gpy_iterative.features.weight_space.weights import TrackerRate, WeightDistribution, exact_statistics, surrogate
+from gpy_iterative.linear_solvers.cholesky import positive_factor
 from gpy_iterative.training.run import Run
 
 

@@ -79,6 +79,17 @@ def _fill_inverse(result: Tensor, lower: Tensor, columns: slice) -> None:
     result[..., stop:, columns], result[..., columns, stop:] = below, below.mT
 
 
+def positive_factor(matrix: Tensor) -> CholeskyFactor:
+    """Of a float64 matrix [*b, m, m], without jitter; raises NonFiniteError."""
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    if info.any() or not torch.isfinite(lower).all():
+        raise NonFiniteError(
+            "A precision or covariance matrix is not finite, or not positive definite to rounding. Check data and "
+            "hyperparameters, and keep the noise away from zero, for example with gpytorch.constraints.GreaterThan(1e-4)."
+        )
+    return CholeskyFactor(lower, lower.dtype)
+
+
 @dataclass(frozen=True)
 class Cholesky(Solver):
     """Dense solver in float64: 8 n^2 bytes, n^3 / 6 multiply-adds.

@@ -14,13 +14,13 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_flag
-from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
+from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.exact.estimates import DensityEstimate, Estimate, check_estimated, exact_estimate
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
-from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
+from gpy_iterative.linear_solvers.cholesky import Cholesky, positive_factor
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.features import RandomFourierFeatures
@@ -93,7 +93,7 @@ class FeatureDensity:
 
     def _by_woodbury(self, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         gram = self._gram[..., columns, :][..., columns] * (scale.unsqueeze(-1) * scale)
-        factor = _factor(gram + torch.eye(len(columns), dtype=gram.dtype, device=gram.device))
+        factor = positive_factor(gram + torch.eye(len(columns), dtype=gram.dtype, device=gram.device))
         with torch.no_grad():  # the coefficients minimise the quadratic form
             projected = (self._weighted.mT @ self._whitened)[..., columns, :] * scale.unsqueeze(-1)
             coefficients = factor.solve(projected)
@@ -106,19 +106,9 @@ class FeatureDensity:
 
     def _by_dense_factor(self, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         features = self._features[..., columns] * scale
-        factor = _factor(features @ features.mT + torch.diag_embed(self._noise))
+        factor = positive_factor(features @ features.mT + torch.diag_embed(self._noise))
         quadratic = (self._residual * factor.solve(self._residual)).sum((-2, -1))
         return quadratic, factor.logdet()
-
-
-def _factor(matrix: Tensor) -> CholeskyFactor:
-    lower, info = torch.linalg.cholesky_ex(matrix)
-    if info.any() or not torch.isfinite(lower).all():  # a finite matrix is positive definite
-        raise NonFiniteError(
-            "The covariance of random features has entries that are not finite, or too large for their noise: check data, "
-            "hyperparameters and noise (a noise constraint keeps it away from zero)."
-        )
-    return CholeskyFactor(lower, lower.dtype)
 
 
 class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):

@@ -17,7 +17,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_rate
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpaceProblem
-from gpy_iterative.linear_solvers.cholesky import CholeskyFactor
+from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, positive_factor
 
 #: Slower averages hardly follow the hyperparameters.
 SMALLEST_RATE = 1e-3
@@ -43,17 +43,6 @@ class WeightDistribution:
         identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
         root = torch.linalg.solve_triangular(lower.mT, identity, upper=True)
         return cls(mean, root, -precision.logdet())
-
-
-def positive_factor(matrix: Tensor) -> CholeskyFactor:
-    """Of a float64 matrix [m, m]; raises NonFiniteError."""
-    lower, info = torch.linalg.cholesky_ex(matrix)
-    if info.any() or not torch.isfinite(lower).all():
-        raise NonFiniteError(
-            "A precision or covariance matrix is not finite, or not positive definite to rounding. Check the data, and "
-            "keep the noise away from zero, for example with gpytorch.constraints.GreaterThan(1e-4)."
-        )
-    return CholeskyFactor(lower, lower.dtype)
 
 
 def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) -> Tensor:
