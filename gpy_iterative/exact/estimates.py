@@ -176,7 +176,7 @@ def stochastic_estimate(
         right=torch.cat([weights.unsqueeze(-1), solved if probes.dual is None else probes.dual], dim=-1),
         preconditioner=solution.preconditioner,
         control=control,
-        status=SolveStatus.INDEFINITE if log_determinant.is_indefinite else solution.status,
+        status=solution.status,
         stats=solution.stats,
         far_field_error=far_field_error(operator),
     )

@@ -52,10 +52,6 @@ class LowRankPlusDiagonal(SampledPreconditioner):
                 "check data, hyperparameters and noise."
             )
 
-    @property
-    def smallest(self) -> Tensor:
-        return self.diagonal.amin(-1)
-
     def to(self, dtype: torch.dtype) -> Self:
         """See `Preconditioner.to`; the inner factor stays in float64."""
         converted = super().to(dtype)

@@ -57,10 +57,6 @@ class LowRankPlusVecchiaFactor(SampledPreconditioner):
         self.whitened = LowRankPlusDiagonal(local.whiten(factor), torch.ones_like(local.diagonal))
         self.build_epochs = local.build_epochs + len(pivots) / len(factor)
 
-    @property
-    def smallest(self) -> Tensor:
-        return self.local.smallest
-
     def solve(self, rhs: Tensor) -> Tensor:
         """S^-1 rhs for [n, s]."""
         return self.local.transposed(self.whitened.solve(self.local.whiten(rhs)))

@@ -14,20 +14,11 @@ class Preconditioner(ABC):
     """A symmetric positive definite S [*b, n, n] that approximates a system H."""
 
     #: Passes over the matrix for construction.
-    build_epochs: float
-
-    @property
-    @abstractmethod
-    def smallest(self) -> Tensor:
-        """A lower bound on the eigenvalues of S [*b]."""
+    build_epochs: float = 0.0
 
     @abstractmethod
     def solve(self, rhs: Tensor) -> Tensor:
         """S^-1 rhs for [*b, n, s]."""
-
-    @abstractmethod
-    def logdet(self) -> Tensor:
-        """The log-determinant of S [*b]."""
 
     def to(self, dtype: torch.dtype) -> Self:
         """A conversion to another dtype."""
@@ -52,6 +43,10 @@ class SampledPreconditioner(Preconditioner):
 
     #: Rows of `sample`'s base.
     num_signs: int
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """The log-determinant of S [*b]."""
 
     @abstractmethod
     def sample(self, base: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,12 +43,6 @@ class SparseInverseCholesky(SampledPreconditioner):
         counted = torch.bincount(columns, minlength=size).cumsum(0)
         self._transposed_starts = torch.cat([counted.new_zeros(1), counted]).to(kind)
 
-    @property
-    def smallest(self) -> Tensor:
-        rows = self.weights.abs().sum(-1) + self.diagonal
-        columns = torch.zeros_like(rows).index_add_(0, self.neighbours.flatten(), self.weights.abs().flatten())
-        return 1 / (rows.amax() * (columns + self.diagonal).amax())
-
     def __getitem__(self, index: int | tuple[int, ...]) -> Self:
         if index != ():
             raise IndexError("A sparse inverse Cholesky factor is of one system, not of a batch.")

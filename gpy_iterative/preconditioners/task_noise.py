@@ -35,10 +35,6 @@ class WhitenedTasks(SampledPreconditioner):
     def pivots(self) -> Tensor:
         return self.inner.pivots
 
-    @property
-    def smallest(self) -> Tensor:
-        return self.inner.smallest / torch.linalg.matrix_norm(self._inverse, ord=2).square()
-
     def solve(self, rhs: Tensor) -> Tensor:
         return _of_tasks(self._inverse.mT, self.inner.solve(_of_tasks(self._inverse, rhs)))
 

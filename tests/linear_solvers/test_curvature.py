@@ -12,8 +12,6 @@ from linear_operator.operators import DenseLinearOperator
 import gpy_iterative as gpi
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.linear_operators import NoisyLinearOperator
-from gpy_iterative.linear_solvers.logdet.lanczos import LogDeterminantQuadrature
-from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.solvers import (
     AcceleratedSketchAndProject,
     AlternatingProjections,
@@ -60,16 +58,6 @@ def test_data_of_huge_noise_do_not_hide_it() -> None:
     operator.noise[:3] = 1e6
     rhs = torch.cos(torch.arange(120.0)).view(60, 2)
     assert ConjugateGradients(tolerance=1e-6).solve(operator, rhs).status is SolveStatus.INDEFINITE
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_quadrature(dtype: torch.dtype) -> None:
-    for shift, expected in ((0.0, False), (0.3, True)):
-        operator = system(shift, dtype)
-        factor = PivotedCholesky(rank=3).build(operator)
-        probes = torch.cos(torch.arange(240).to(dtype)).view(60, 4)
-        quadrature = LogDeterminantQuadrature(operator, probes, factor, tolerance=1e-9)
-        assert quadrature.finished().is_indefinite is expected
 
 
 def cosines(noise: float) -> Regression:

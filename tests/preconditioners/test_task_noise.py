@@ -81,8 +81,6 @@ def test_it_is_a_low_rank_plus_the_noise() -> None:
     rhs = torch.cos(torch.arange(2.0 * POINTS * TASKS)).double().view(-1, 2)
     torch.testing.assert_close(found.solve(rhs), torch.linalg.solve(matrix, rhs))
     torch.testing.assert_close(found.logdet(), torch.linalg.slogdet(matrix).logabsdet)
-    lowest = torch.linalg.eigvalsh(matrix)[0]
-    assert 0.1 * lowest < found.smallest < lowest * (1 + 1e-9)
     vectors, dual = found.sample(torch.eye(found.num_signs).double())
     torch.testing.assert_close(vectors @ vectors.mT, matrix)
     torch.testing.assert_close(dual, torch.linalg.solve(matrix, vectors))

@@ -140,7 +140,6 @@ def test_samples_have_the_covariance_and_their_duals_are_its_solves(dtype: torch
     torch.testing.assert_close(factor.whiten(samples), identity, **tolerance)
     covariance = torch.linalg.inv(factor.solve(identity).double())
     torch.testing.assert_close((samples @ samples.mT).double(), covariance, rtol=0, atol=1e-4)
-    assert torch.linalg.eigvalsh(covariance)[0] >= factor.smallest.double() * (1 - 1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -44,21 +44,12 @@ class _Deflation(Preconditioner):
     H - H A A^T H as a matrix would be singular up to rounding, and its solves would not end.
     """
 
-    build_epochs = 0.0
-
     def __init__(self, basis: Tensor, product: Tensor) -> None:
         self.basis, self.product = basis, product  # A and H A [*b, n, r]
-
-    @property
-    def smallest(self) -> Tensor:
-        return self.basis.new_zeros(self.basis.shape[:-2])
 
     def solve(self, rhs: Tensor) -> Tensor:
         rest = rhs - self.product @ (self.basis.mT @ rhs)
         return rest - self.basis @ (self.product.mT @ rest)
-
-    def logdet(self) -> Tensor:
-        return torch.full_like(self.smallest, torch.inf)
 
 
 @torch.no_grad()

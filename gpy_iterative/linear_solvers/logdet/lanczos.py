@@ -11,10 +11,9 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_solvers.base import is_negative
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
-from gpy_iterative.preconditioners.preconditioner import Preconditioner, SampledPreconditioner
+from gpy_iterative.preconditioners.preconditioner import SampledPreconditioner
 from gpy_iterative.preconditioners.task_noise import WhitenedTasks
 from gpy_iterative.worker_threads import divided
 
@@ -124,13 +123,11 @@ class LogDeterminant:
 
     Attributes:
         positions: warm start for a similar system.
-        is_indefinite: Ritz values were negative beyond rounding.
     """
 
     mean: Tensor
     sem: Tensor
     positions: BracketPositions
-    is_indefinite: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,7 +163,7 @@ class LogDeterminantQuadrature:
         self,
         operator: LinearOperator,
         probes: Tensor,
-        preconditioner: Preconditioner,
+        preconditioner: SampledPreconditioner,
         *,
         max_iterations: int = MAX_LOGDET_PRODUCTS,
         tolerance: float | None = None,
@@ -183,9 +180,6 @@ class LogDeterminantQuadrature:
         self._floor: Tensor | None = None
         if noise is not None and isinstance(factor, NystromFactor | PivotedCholeskyFactor):
             self._floor = (noise / factor.diagonal).amin(-1)
-        self._num_signs = self._size
-        if isinstance(preconditioner, SampledPreconditioner):
-            self._num_signs = preconditioner.num_signs
         self._bounds: list[Bounds] = []
         self._diagonals: list[Tensor] = []
         self._offdiagonals: list[Tensor] = []
@@ -201,14 +195,8 @@ class LogDeterminantQuadrature:
         while self._end is None:
             self.take(self._operator._matmul(self.wanted))
         found, positions = self._end
-        # A Ritz value is x^T H x / x^T P x.
-        ritz = self._lowest.amin(-1)
-        is_indefinite = bool((ritz < 0).any())
-        if is_indefinite:
-            lowest = float((ritz * self._preconditioner.smallest).min())
-            is_indefinite = is_negative(lowest, self._operator, torch.finfo(self._operator.dtype).eps)
         mean = self._preconditioner.logdet() + found.samples.mean(-1)
-        return LogDeterminant(mean, torch.hypot(found.sem, found.error), positions, is_indefinite)
+        return LogDeterminant(mean, torch.hypot(found.sem, found.error), positions)
 
     def take(self, product: Tensor) -> None:
         """Goes on with H `wanted`."""
@@ -244,7 +232,7 @@ class LogDeterminantQuadrature:
         beta = (residual * self.wanted).sum(-2).clamp_min(0).sqrt()
         # A beta of rounding size gives no new direction.
         self._beta = torch.where(beta > 10 * torch.finfo(beta.dtype).eps * alpha.abs(), beta, torch.zeros_like(beta))
-        rules, self._lowest = _quadratures(self._diagonals, self._offdiagonals, self._beta, self._floor)
+        rules = _quadratures(self._diagonals, self._offdiagonals, self._beta, self._floor)
         upper, lower, squares = (rule * self._squared_norm for rule in rules)
         self._bounds.append((upper, lower))
         samples = (upper + lower) / 2
@@ -258,7 +246,7 @@ class LogDeterminantQuadrature:
         else:
             change = (self._judged - before).mean(-1).abs()
         # The deviation of so few samples is often too small.
-        variance = 2 * (squares.mean(-1) - samples.mean(-1).square() / self._num_signs).clamp_min(0)
+        variance = 2 * (squares.mean(-1) - samples.mean(-1).square() / self._preconditioner.num_signs).clamp_min(0)
         sem = (variance / samples.shape[-1]).sqrt()
         return _Found(samples, error.maximum(change), sem)
 
@@ -291,10 +279,8 @@ class SharedProducts(NoisyLinearOperator):
 
 def _quadratures(
     diagonals: list[Tensor], offdiagonals: list[Tensor], beta: Tensor, floor: Tensor | None
-) -> tuple[list[Tensor], Tensor]:
-    """e_1^T log(T) e_1 by the rules of Gauss and Gauss-Radau (node at the floor), e_1^T log(T)^2 e_1, and T's smallest
-    eigenvalue, all [*b, s].
-    """
+) -> list[Tensor]:
+    """e_1^T log(T) e_1 by the rules of Gauss and Gauss-Radau (node at the floor), and e_1^T log(T)^2 e_1, all [*b, s]."""
     # Gauss-Radau has one row more than T.
     off = torch.diag_embed(torch.stack([*offdiagonals, beta], dim=-1).double(), offset=1)
     extended = torch.diag_embed(torch.stack([*diagonals, torch.zeros_like(beta)], dim=-1).double()) + off + off.mT
@@ -315,4 +301,4 @@ def _quadratures(
     upper, lower = (found.maximum(node.unsqueeze(-1)).log() for found in (values, radau_values))
     weights, radau_weights = (found[..., 0, :].square() for found in (vectors, radau_vectors))
     rules = weights * upper, radau_weights * lower, weights * upper.square()
-    return [rule.sum(-1).to(beta.dtype) for rule in rules], values[..., 0]
+    return [rule.sum(-1).to(beta.dtype) for rule in rules]
