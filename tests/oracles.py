@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from gpy_iterative.preconditioners import LowRankPlusDiagonal
+
 
 def problem(n: int = 120, d: int = 3, noise: float = 0.04) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs [n, d], a Matern-3/2 system H [n, n] and targets [n]; no random numbers."""
@@ -110,3 +112,8 @@ def sketch_and_project(matrix: Tensor, rhs: Tensor, blocks: list[Tensor], convex
         w, v = z - d, beta * v + (1 - beta) * z - gamma * d
         z = alpha * v + (1 - alpha) * w
     return w
+
+
+def low_rank_plus_diagonal(factor: LowRankPlusDiagonal, rhs: Tensor) -> Tensor:
+    """(L L^T + diag(d)) rhs [*b, n, s]."""
+    return factor.factor @ (factor.factor.mT @ rhs) + factor.diagonal.unsqueeze(-1) * rhs

@@ -58,10 +58,6 @@ class LowRankPlusDiagonal(SampledPreconditioner):
         converted._cholesky = self._cholesky
         return converted
 
-    def matmul(self, rhs: Tensor) -> Tensor:
-        """S rhs for [*b, n, s]."""
-        return _times(self.factor, _times(self.factor.mT, rhs)) + self.diagonal.unsqueeze(-1) * rhs
-
     def solve(self, rhs: Tensor) -> Tensor:
         """S^-1 rhs for [*b, n, s]."""
         # Errors along large eigenvectors of H would spoil conjugate gradients.

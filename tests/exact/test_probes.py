@@ -36,6 +36,7 @@ from gpy_iterative.preconditioners import (
 from gpy_iterative.solvers import AlternatingProjections, ConjugateGradients
 from tests.exact.gaussian_models import data
 from tests.monte_carlo import assert_mean_within
+from tests.oracles import low_rank_plus_diagonal
 
 N = 40
 DISTRIBUTIONS = {
@@ -257,7 +258,7 @@ def test_the_corrected_variance_is_that_of_the_theory_and_falls_with_more_freque
             samples = trace_samples(operator, derivatives, probes)
         assert probes.covariance is not None
         assert isinstance(probes.covariance, LowRankPlusDiagonal)
-        s = probes.covariance.matmul(torch.eye(N).double())
+        s = low_rank_plus_diagonal(probes.covariance, torch.eye(N).double())
         expected[count] = squared + torch.einsum("kij,kij->k", s @ product, product @ torch.linalg.inv(s))
         deviations = (samples - truth(operator, derivatives)).square()
         assert_mean_within(deviations, expected[count], max_sem=float(0.1 * expected[count].max()))

@@ -10,20 +10,19 @@ from gpy_iterative.exact.prediction.projection import Projection
 from gpy_iterative.linear_operators.predicted import DenseOnRequestLinearOperator
 from gpy_iterative.training.progress import Progress, reporting
 
-#: Half a gigabyte in float64.
+#: Of a chunk: half a gigabyte in float64.
 CHUNK_NUMBERS = 2**26
 
 
 class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):
     """K(x, x) - K(x, X) H^-1 K(X, x) from a projection, differentiable in both blocks.
 
-    The diagonal is computed in chunks; everything else is dense, memory t^2.
+    The diagonal is computed in chunks of half a gigabyte; everything else is dense, memory t^2.
 
     Args:
         test_test: K(x, x) [*batch, t, t].
         test_train: K(x, X) [*batch, t, n], or one list [batch * t, n].
         source: its `projection()` gives the `Projection`.
-        chunk_size: test points; None takes half a gigabyte.
     """
 
     def __init__(
@@ -32,12 +31,11 @@ class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):
         test_train: LinearOperator,
         *,
         source: Any,
-        chunk_size: int | None = None,
         progress: Progress = False,
     ) -> None:
-        super().__init__(test_test, test_train, source=source, chunk_size=chunk_size, progress=progress)
+        super().__init__(test_test, test_train, source=source, progress=progress)
         self.test_test, self.test_train = test_test, test_train
-        self.source, self.chunk_size, self.progress = source, chunk_size, progress
+        self.source, self.progress = source, progress
 
     def _size(self) -> torch.Size:
         return self.test_test.shape
@@ -89,7 +87,6 @@ class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):
 
     def _chunk_length(self, projection: Projection) -> int:
         numbers = projection.numbers_per_point(self.test_train) * self.test_train.batch_shape.numel()
-        length = self.chunk_size or CHUNK_NUMBERS // numbers
         # All outputs of a point stay together.
         group = row_group(self.test_train)
-        return max(length // group, 1) * group
+        return max(CHUNK_NUMBERS // numbers // group, 1) * group
