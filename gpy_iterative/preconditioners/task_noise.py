@@ -31,10 +31,6 @@ class WhitenedTasks(SampledPreconditioner):
         self._inverse = torch.linalg.inv(root)
         self.build_epochs, self.num_signs = inner.build_epochs, inner.num_signs
 
-    @property
-    def pivots(self) -> Tensor:
-        return self.inner.pivots
-
     def solve(self, rhs: Tensor) -> Tensor:
         return _of_tasks(self._inverse.mT, self.inner.solve(_of_tasks(self._inverse, rhs)))
 
