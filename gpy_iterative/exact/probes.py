@@ -26,7 +26,7 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiag
 from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchia, has_neighbours
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 from gpy_iterative.preconditioners.preconditioner import SampledPreconditioner
-from gpy_iterative.preconditioners.task_noise import WhitenedTasks, build_whitened, of_independent_noise
+from gpy_iterative.preconditioners.task_noise import build_whitened, of_independent_noise
 from gpy_iterative.preconditioners.vecchia import Vecchia
 from gpy_iterative.random_numbers import integers, normal
 from gpy_iterative.spectral.densities import Draws, draws_under
@@ -141,9 +141,8 @@ class Preconditioned(ProbeDistribution):
         build = partial(self.recipe.build, choices=draws)
         # Draws that begin together have the same pivots and order.
         factor = None if others is None else others.covariance
-        if isinstance(self.recipe, PivotedCholesky):
-            known = factor.inner if isinstance(factor, WhitenedTasks) else factor
-            build, factor = partial(build, correct_diagonal=self.correct_diagonal, known=known), None
+        if isinstance(self.recipe, PivotedCholesky):  # of another diagonal
+            build, factor = partial(build, correct_diagonal=self.correct_diagonal), None
         if factor is None:
             factor = build(operator) if isinstance(operator, NoisyLinearOperator) else build_whitened(build, operator)
         return Probes(*factor.sample(draws["base"]), factor)

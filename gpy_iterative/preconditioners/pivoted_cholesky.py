@@ -55,7 +55,6 @@ class PivotedCholesky(LowRankRecipe):
         generator: torch.Generator | None = None,
         choices: Mapping[str, Tensor] | None = None,
         correct_diagonal: bool = False,
-        known: PivotedCholeskyFactor | None = None,
     ) -> PivotedCholeskyFactor:
         """See `PreconditionerRecipe.build`.
 
@@ -65,13 +64,9 @@ class PivotedCholesky(LowRankRecipe):
         Args:
             choices: of an earlier factor, for one that is smooth in the hyperparameters.
             correct_diagonal: adds diag(K - L L^T), so that S has the diagonal of H.
-            known: a factor of H, used if it has these pivots.
         """
         pivots = None if choices is None else choices["pivots"]
-        if known is not None and pivots is not None and torch.equal(known.pivots, pivots):
-            factor = known.factor
-        else:
-            factor, pivots = self.low_rank(operator, pivots, generator=generator)
+        factor, pivots = self.low_rank(operator, pivots, generator=generator)
         return plus_diagonal(operator, factor, pivots, correct_diagonal=correct_diagonal)
 
     @torch.no_grad()
