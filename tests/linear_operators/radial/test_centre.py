@@ -96,6 +96,18 @@ def test_derivatives_have_the_centre(batch: tuple[int, ...], has_x2: bool) -> No
     torch.testing.assert_close(of_matrix[1], gradients[1], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [MATERN32, RATIONAL_QUADRATIC], ids=lambda function: function.name)
+def test_compiled_tiles_have_it_too(function: RadialFunction) -> None:
+    x, rhs = points(2, 150, 2).requires_grad_(), rhs_of(150, 2)
+    compiled, plain = (operator(x, function=function, compile=choice) for choice in (True, False))
+    assert compiled.tiles().centre > 0.5
+    with torch.no_grad():
+        torch.testing.assert_close(compiled @ rhs, plain @ rhs, rtol=1e-5, atol=1e-5)
+        gradients = (each._bilinear_derivative(rhs, rhs.flip(-2))[0] for each in (compiled, plain))
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
 def test_a_grid_whose_lines_have_the_length_of_a_stride() -> None:
     x = torch.cartesian_prod(torch.arange(64.0) / 20, torch.arange(64.0) / 0.1)
     for found in (operator(x), operator(x.flip(-1)), operator(x, x[:-1])):
