@@ -32,7 +32,7 @@ class SolveStatus(Enum):
     )
     DIVERGED = (
         "The residual grew even at the smallest step size that was tried. Lower learning_rate, or take "
-        "AlternatingProjections or ConjugateGradients."
+        "AlternatingProjections or ConjugateGradients, which see whether the matrix is not positive definite."
     )
     INDEFINITE = (
         "The matrix is not positive definite, so the solution means little. Keep the noise away from zero (a noise "

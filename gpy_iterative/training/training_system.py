@@ -75,8 +75,8 @@ class TrainingSystem:
     def rounding(self) -> Tensor:
         """Error of -2 log N(y; 0, H) from rounding K, [*b]; zero where noise has an unknown form.
 
-        A relative error eps of K's entries, or less in tiles with a centre, changes eigenvalues as small as the noise by
-        eps K_ii / noise.
+        A relative error eps of K's entries changes eigenvalues as small as the noise by eps K_ii / noise. Tiles of entries
+        near one have smaller errors.
         """
         operator = self.operator
         noisy = operator if isinstance(operator, NoisyLinearOperator) else of_independent_noise(operator)

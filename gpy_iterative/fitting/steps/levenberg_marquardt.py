@@ -247,11 +247,11 @@ class LevenbergMarquardt(ABC):
         warned_of = set(mll.warned_of)
 
         def undo() -> None:
+            self.mll = mll
             restore(parameters, before)
             mll.load_training_state(state)
             mll.report = report
             mll.warned_of.intersection_update(warned_of)  # variants of an mll share it
-            self.mll = mll
 
         return undo
 

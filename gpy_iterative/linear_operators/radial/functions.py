@@ -58,6 +58,9 @@ class RadialFunction(ABC):
     #: Whether f is not differentiable at q = 0: it is sensitive to rounding.
     has_kink: ClassVar[bool] = False
 
+    #: 1 - f is near r^2 / bend, or larger, for small r = u^1/2.
+    bend: ClassVar[float] = 2.0
+
     #: Factor of df/dq that tiles omit.
     derivative_factor: ClassVar[float] = 1.0
 
@@ -210,6 +213,7 @@ class _Matern52(_Matern):
     """(1 + r + r^2/3) exp(-r), r = sqrt(5 q)."""
 
     factor = 5.0
+    bend = 6.0
     derivative_factor = -5 / 6
     keops = KeOpsFormulas(
         "(IntCst(3) + IntCst(3) * Sqrt({u}) + {u}) * Exp(-Sqrt({u}))",

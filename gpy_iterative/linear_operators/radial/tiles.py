@@ -25,6 +25,8 @@ from gpy_iterative.linear_operators.tiles.tiles import Tiles
 #: The centre is the mean of so many rows and columns, in so many steps to 1, so that it is the same on all processors.
 CENTRE_POINTS, CENTRE_STEPS = 64, 64
 LEAST_CENTRE = 0.25
+#: Least `rounding`, because vectors round, too.
+LEAST_ROUNDING = 0.5
 
 
 class RadialTiles(Tiles):
@@ -74,21 +76,24 @@ class RadialTiles(Tiles):
             strides = [max(-(-size // CENTRE_POINTS), 1) for size in self.shape[-2:]]
             rows = torch.arange(0, self.shape[-2], strides[0], device=x1.device)
             # Another stride for the columns: lines of a grid may have the length of a stride.
-            mean = float(self.block(rows, slice(None, None, strides[1] + 1)).mean())
+            means = self.block(rows, slice(None, None, strides[1] + 1)).mean((-2, -1))
+            mean, least = float(means.mean()), float(means.amin()) if means.numel() else math.nan
             self.centre = round(mean * CENTRE_STEPS) / CENTRE_STEPS if mean > LEAST_CENTRE else 0.0
-            # Rounding errors of f - 1 are relative to r, or smaller, and f of a Matern kernel is near 1 - r^2 / 2.
-            self.rounding = min(math.sqrt(max(2 - 2 * mean, 0.0)), 1.0) if self.centre else 1.0
+            # Rounding errors of f - 1 are relative to r, or smaller.
+            r = math.sqrt(function.bend * max(1 - least, 0.0))
+            self.rounding = min(max(r, LEAST_ROUNDING), 1.0) if self.centre else 1.0
 
     def evaluate(self, tile: Any, out: Tensor) -> Tensor:
-        if self.centre:
-            return self.evaluate_both(tile, out, self.scratch(out.shape, 1))[0]
         scratch = self.scratch(out.shape, 1)
+        if self.rounding < 1:
+            return self.evaluate_both(tile, out, scratch)[0]
         u = self.distances.block(tile.rows, tile.columns, out, scratch)
-        if not self._is_fused:
-            return self.function.value_(u, scratch, self.alpha)
-        flat, alpha = _flat(u, self.alpha)
-        _compiled_value(self.function, u.dtype)(flat, alpha)
-        return u
+        if self._is_fused:
+            flat, alpha = _flat(u, self.alpha)
+            _compiled_value(self.function, u.dtype)(flat, alpha)
+        else:
+            u = self.function.value_(u, scratch, self.alpha)
+        return u.sub_(self.centre) if self.centre else u
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         u = self.distances.block(rows, columns)
@@ -105,14 +110,15 @@ class RadialTiles(Tiles):
     def evaluate_both(self, tile: Any, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         """Writes entries of f minus `centre`, and of df/dq over its factor."""
         u = self.distances.block(tile.rows, tile.columns, value, derivative)
+        less_one = self.rounding < 1
         if self._is_fused:
             flat, alpha = _flat(u, self.alpha)
-            both = _compiled_both(self.function, u.dtype, less_one=bool(self.centre))
-            both(flat, derivative.view(flat.shape), alpha)
+            _compiled_both(self.function, u.dtype, less_one=less_one)(flat, derivative.view(flat.shape), alpha)
         else:
-            both = self.function.less_one_and_derivative_ if self.centre else self.function.value_and_derivative_
+            both = self.function.less_one_and_derivative_ if less_one else self.function.value_and_derivative_
             u, derivative = both(u, derivative, self.alpha)
-        return u.add_(1 - self.centre) if self.centre else u, derivative
+        shift = self.centre - 1 if less_one else self.centre
+        return u.sub_(shift) if shift else u, derivative
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> "RadialDerivative":
         """See `RadialDerivative`; without `value` or `alpha` that part is 0."""

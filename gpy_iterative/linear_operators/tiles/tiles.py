@@ -55,7 +55,7 @@ class Tiles(ABC):
     Attributes:
         centre: a number that tiles, but not other blocks, leave out of their entries: float32 sums over nearly equal ones
             lose digits.
-        rounding: rounding errors of entries over those of numbers near one.
+        rounding: rounding errors of products over those of numbers near one as entries.
 
     Args:
         symmetric: whether tile (j, i) is the transpose of (i, j); then only i <= j is evaluated.

@@ -148,7 +148,7 @@ def test_functions_less_one(function: RadialFunction, largest: float) -> None:
     torch.testing.assert_close(derivative[~is_zero].double(), plain[~is_zero], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
+@pytest.mark.parametrize("function", [*FUNCTIONS, MATERN12, MATERN52], ids=lambda function: function.name)
 def test_rounding_of_entries(function: RadialFunction) -> None:
     for scale in (0.03, 0.1, 0.3):
         x = points(2000, 20, scale=scale / 3)
@@ -158,5 +158,7 @@ def test_rounding_of_entries(function: RadialFunction) -> None:
         error = tiles.values(tile).double() + tiles.centre - exact.tiles().block(tile.rows, tile.columns)
         assert tiles.centre > 0
         assert error.square().mean().sqrt() < 0.4 * tiles.rounding * torch.finfo(torch.float32).eps
+    one_differs = torch.stack([x, x, x, 100 * x])
+    assert operator(one_differs, function=function).tiles().rounding == 1
     assert operator(100 * x, function=function).tiles().rounding == 1
     assert operator(x.double(), function=function).tiles().rounding == 1
