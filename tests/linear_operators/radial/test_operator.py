@@ -364,7 +364,7 @@ def test_functions_and_dtypes_have_compilations_of_their_own(monkeypatch: pytest
 
     What is compiled for one thread is not for several, and threads that are first at once would compile one each.
     """
-    compiled = (radial_tiles._compiled_value, radial_tiles._compiled_value_and_derivative)
+    compiled = (radial_tiles._compiled_value, radial_tiles._compiled_both)
     for evaluate in compiled:
         monkeypatch.setattr(radial_tiles, evaluate.__name__, functools.cache(evaluate.__wrapped__))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
