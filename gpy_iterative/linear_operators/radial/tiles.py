@@ -76,11 +76,11 @@ class RadialTiles(Tiles):
             strides = [max(-(-size // CENTRE_POINTS), 1) for size in self.shape[-2:]]
             rows = torch.arange(0, self.shape[-2], strides[0], device=x1.device)
             # Another stride for the columns: lines of a grid may have the length of a stride.
-            means = self.block(rows, slice(None, None, strides[1] + 1)).mean((-2, -1))
-            mean, least = float(means.mean()), float(means.amin()) if means.numel() else math.nan
+            means = self.block(rows, slice(None, None, strides[1] + 1)).mean((-2, -1)).flatten().tolist() or [0.0]
+            mean = sum(means) / len(means)
             self.centre = round(mean * CENTRE_STEPS) / CENTRE_STEPS if mean > LEAST_CENTRE else 0.0
             # Rounding errors of f - 1 are relative to r, or smaller.
-            r = math.sqrt(function.bend * max(1 - least, 0.0))
+            r = math.sqrt(function.bend * max(1 - min(means), 0.0))
             self.rounding = min(max(r, LEAST_ROUNDING), 1.0) if self.centre else 1.0
 
     def evaluate(self, tile: Any, out: Tensor) -> Tensor:
