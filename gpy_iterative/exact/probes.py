@@ -138,11 +138,11 @@ class Preconditioned(ProbeDistribution):
 
     @divided()
     def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
-        build = partial(self.recipe.build, choices=draws)
-        # Draws that begin together have the same pivots and order.
-        factor = None if others is None else others.covariance
-        if isinstance(self.recipe, PivotedCholesky):  # of another diagonal
-            build, factor = partial(build, correct_diagonal=self.correct_diagonal), None
+        build, factor = partial(self.recipe.build, choices=draws), None
+        if isinstance(self.recipe, PivotedCholesky):
+            build = partial(build, correct_diagonal=self.correct_diagonal)
+        elif others is not None:  # draws that begin together have the same pivots and order
+            factor = others.covariance
         if factor is None:
             factor = build(operator) if isinstance(operator, NoisyLinearOperator) else build_whitened(build, operator)
         return Probes(*factor.sample(draws["base"]), factor)
