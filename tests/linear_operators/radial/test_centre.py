@@ -1,25 +1,17 @@
 """Tiles of float32 leave out a number near all entries: sums over nearly equal entries would lose digits."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial import tiles
-from gpy_iterative.linear_operators.radial.functions import (
-    MATERN12,
-    MATERN32,
-    MATERN52,
-    RATIONAL_QUADRATIC,
-    RBF,
-    RadialFunction,
-)
+from gpy_iterative.linear_operators.radial.functions import MATERN32, RATIONAL_QUADRATIC, RadialFunction
+from tests.linear_operators.radial.test_operator import FUNCTIONS, inputs
 
-FUNCTIONS = [RBF, MATERN32, RATIONAL_QUADRATIC]
-
-
-def points(*shape: int, scale: float = 0.3) -> Tensor:
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+points = partial(inputs, spread=0.3)
 
 
 def operator(
@@ -32,7 +24,7 @@ def operator(
 
 
 def rhs_of(size: int, *batch: int) -> Tensor:
-    return torch.randn(*batch, size, 3, generator=torch.Generator().manual_seed(1))
+    return inputs(*batch, size, 3, seed=1, spread=1.0)
 
 
 def errors(found: RadialKernelLinearOperator) -> float:
@@ -46,7 +38,7 @@ def errors(found: RadialKernelLinearOperator) -> float:
 def test_sums_keep_their_digits(
     function: RadialFunction, cache_memory: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = points(2000, 3, scale=0.1)
+    x = points(2000, 3, spread=0.05)
     found = operator(x, function=function, cache_memory=cache_memory)
     assert found.tiles().centre > 0.8
     centred = errors(found)
@@ -57,7 +49,7 @@ def test_sums_keep_their_digits(
 
 
 def test_all_parts_of_a_product_have_the_centre() -> None:
-    x1, x2 = points(150, 2), points(90, 2, scale=0.4)
+    x1, x2 = points(150, 2), points(90, 2, spread=0.4)
     for found in (
         operator(x1),
         operator(x1, x2),
@@ -81,7 +73,7 @@ def test_all_parts_of_a_product_have_the_centre() -> None:
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_derivatives_have_the_centre(batch: tuple[int, ...], has_x2: bool) -> None:
     x1 = points(*batch, 150, 2).requires_grad_()
-    x2 = points(*batch, 90, 2, scale=0.4).requires_grad_() if has_x2 else None
+    x2 = points(*batch, 90, 2, spread=0.4).requires_grad_() if has_x2 else None
     found = operator(x1, x2)
     outputscale = found.outputscale.clone().requires_grad_()
     found = RadialKernelLinearOperator(x1, outputscale, **found._kwargs)
@@ -123,9 +115,7 @@ def test_where_there_is_none() -> None:
     assert operator(torch.full_like(x, torch.nan)).tiles().centre == 0
 
 
-@pytest.mark.parametrize(
-    "function", [RBF, MATERN12, MATERN32, MATERN52, RATIONAL_QUADRATIC], ids=lambda function: function.name
-)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
 @pytest.mark.parametrize("largest", [1e-3, 1.0, 100.0])
 def test_functions_less_one(function: RadialFunction, largest: float) -> None:
     u = largest * torch.rand(20_000, generator=torch.Generator().manual_seed(0)).view(100, 200)
@@ -148,10 +138,10 @@ def test_functions_less_one(function: RadialFunction, largest: float) -> None:
     torch.testing.assert_close(derivative[~is_zero].double(), plain[~is_zero], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("function", [*FUNCTIONS, MATERN12, MATERN52], ids=lambda function: function.name)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
 def test_rounding_of_entries(function: RadialFunction) -> None:
-    for scale in (0.03, 0.1, 0.3):
-        x = points(2000, 20, scale=scale / 3)
+    for spread in (0.03, 0.1, 0.3):
+        x = points(2000, 20, spread=spread / 3)
         found, exact = operator(x, function=function), operator(x.double(), function=function)
         tiles = found.tiles()
         (tile, *_) = tiles.visits()
