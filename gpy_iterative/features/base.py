@@ -232,16 +232,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self._commit(self._run)
         self._seen = None
 
-    def _checked_run(self, run: Run) -> Run:
-        here, there = _layout(self._present_run()), _layout(run)
-        odd = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        if odd:
-            raise ValueError(
-                f"This is no training state of this method for as many features: {', '.join(sorted(odd))} is missing, "
-                "unknown or of another shape or dtype."
-            )
-        return run
-
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
@@ -376,11 +366,3 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
 def num_steps(run: Run) -> int:
     return int(run.parts["counts"]["steps"])
-
-
-def _layout(run: Run) -> dict[str, object]:
-    """Shapes and dtypes, or names of entries whose shape changes."""
-    fixed = ("weights.", "parameters.")
-    return {
-        name: (tensor.shape, tensor.dtype) if name.startswith(fixed) else () for name, tensor in run.to_dict().items()
-    }

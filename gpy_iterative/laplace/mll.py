@@ -37,7 +37,6 @@ from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
 from gpy_iterative.training.training_system import check_hyperparameters, check_inputs, prior_at
-from gpy_iterative.worker_threads import CPU
 
 logger = logging.getLogger(__name__)
 
@@ -210,17 +209,6 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
     def _description(self) -> StateDescription:
         options = {"likelihood": self.likelihood, "objective": self.objective, "num_probes": self.num_probes}
         return StateDescription.of(self, options | {"number of latent functions": self._num_latents()})
-
-    def _checked_run(self, run: Run) -> Run:
-        for name, part in run.parts.items():
-            weights = part.get("weights", torch.empty(0, device=CPU))
-            is_mode = name == "mode" and part.keys() == {"weights"}
-            if not (is_mode and weights.is_floating_point() and weights.dim() == 2):
-                raise ValueError(
-                    f"This is no training state of a LaplaceMarginalLogLikelihood: its part {name!r} is unknown or "
-                    "damaged. Take it from training_state()."
-                )
-        return run
 
     @property
     def _params(self) -> LikelihoodParams | None:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -5,8 +5,7 @@ and `count` of steps) or `control` (targets `y` and fixed `noise`).
 """
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
@@ -78,20 +77,6 @@ class KnownLatent:
         values = KnownValues(head, head.mean + total[:, 0], head.root + total[:, 1:], left, right)
         return values, replace(self, sampled=index, features=features.detach())
 
-    @classmethod
-    def resumed(cls, model: QuadruplyStochasticGP, part: Part) -> "KnownLatent":
-        names = [field.name for field in fields(cls)]
-        check_entries(part, dict.fromkeys(names))
-        columns, points = 1 + model.weights.num_dense_columns, len(part["x"])
-        shapes = {
-            "total": (points, columns),
-            "head": (points, model.weights.num_head),
-            "weights": (model.weights.num_tail, columns),
-            "features": (points, len(part["sampled"])),
-        }
-        check_entries(part, shapes)
-        return replace(cls(**{name: part[name] for name in names}), writes=_identities(model))
-
 
 def freeze(model: QuadruplyStochasticGP, hyperparameters: Part) -> QuadruplyStochasticGP:
     """A copy with other basis hyperparameters and the same weights."""
@@ -100,18 +85,6 @@ def freeze(model: QuadruplyStochasticGP, hyperparameters: Part) -> QuadruplyStoc
     for name, value in hyperparameters.items():
         frozen.basis.get_parameter(name).requires_grad_(False).copy_(value)
     return frozen
-
-
-def check_entries(part: Part, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
-    """Checks entries of a loaded part; None is any shape."""
-    for name, shape in shapes.items():
-        if name not in part:
-            raise ValueError(f"This is no training state of this model: it has no entry {name!r}.")
-        if shape is not None and part[name].shape != shape:
-            raise ValueError(
-                f"This is the training state of another model: its {name!r} has shape {tuple(part[name].shape)}, that of "
-                f"this model {shape}."
-            )
 
 
 def _weights(model: QuadruplyStochasticGP) -> Tensor:
@@ -229,18 +202,11 @@ class KnownPoints:
             return run
         return run.having(latent=vars(KnownLatent.start(self._frozen(run), part["x"])))
 
-    def checked(self, run: Run) -> Run:
-        part, kept, control = (run.parts.get(name) for name in ("latent", "kept", "control"))
-        if part is None:
-            return run.having(kept=None, control=None, basis=None)
-        latent = KnownLatent.resumed(self.model, part)
-        basis = run.parts.get("basis") or {}
-        check_entries(basis, {name: tuple(value.shape) for name, value in self._hyperparameters().items()})
-        if kept is not None:
-            _check_kept_rows(kept, len(latent.x))
-        if control is not None:
-            check_entries(control, dict.fromkeys({"y", *control}, (len(latent.x),)))
-        return run.having(latent=vars(latent), basis=basis)
+    def resumed(self, run: Run) -> Run:
+        """A loaded run, whose basis is that of this process."""
+        if (part := run.parts.get("latent")) is None:
+            return run
+        return run.having(latent={**part, "writes": _identities(self.model)})
 
     def _keeps_rows(self, call: Call, run: Run) -> bool:
         if self.num_steps_per_batch == 1:
@@ -295,14 +261,3 @@ def _without_kept_rows(run: Run) -> Run:
 def _are_rows_of(x: Tensor, kept: Part, latent: Part) -> bool:
     index = kept["index"]
     return len(x) > int(index.max()) and torch.equal(x[index], latent["x"].to(x))
-
-
-def _check_kept_rows(kept: Part, size: int) -> None:
-    check_entries(kept, {"index": None, "count": None})
-    index, count = kept["index"], int(kept["count"])
-    is_index = index.dtype == torch.int64 and len(index) > 0 and bool((index >= 0).all())
-    if not is_index or index.shape != (size,) or count < 0:
-        raise ValueError(
-            f"This is no training state: {size} kept rows have an index of shape {tuple(index.shape)} and {index.dtype}, "
-            f"after {count} steps."
-        )

@@ -10,7 +10,6 @@ import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
-from torch import Tensor
 
 from gpy_iterative.checks import check_choice, check_count, check_flag, check_fraction, check_instance
 from gpy_iterative.errors import BiasWarning, VarianceWarning, warn
@@ -134,7 +133,6 @@ class RussianRouletteMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             kept = self._draw(operator, truncation, generator)
             run = run.having(generator, series=kept)
         batch = operator.batch_shape
-        self._check_stops(kept["target_stops"], kept["probe_stops"], batch)
         probes = self.probes.probes(operator, None, draws_under("probes", dict(kept)))
         table = survival_table(
             truncation, torch.cat([kept["target_stops"].reshape(-1), kept["probe_stops"].reshape(-1)])
@@ -169,17 +167,6 @@ class RussianRouletteMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         probes = self.probes.draw(operator, None, generator)
         drawn = {f"probes.{name}": tensor for name, tensor in probes.items()}
         return {"target_stops": target_stops, "probe_stops": probe_stops} | drawn
-
-    def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
-        """A single draw would be squared."""
-        for name, stops, count in (
-            ("series.target_stops", target_stops, self.num_truncations),
-            ("series.probe_stops", probe_stops, self.probes.num_probes),
-        ):
-            if tuple(stops.shape) != (*batch, count):
-                raise ValueError(
-                    f"{name} of the training state must have the shape {(*batch, count)}, got {tuple(stops.shape)}."
-                )
 
     def _warn_once(self, estimate: Estimate) -> None:
         super()._warn_once(estimate)

@@ -1,7 +1,6 @@
 """The likelihood's extra arguments."""
 
 import io
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,6 @@ from gpy_iterative.checks import check_params
 from gpy_iterative.linear_operators.from_gpytorch import NOISE_OF_INPUTS
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import unexpanded
-
-UNREADABLE = (AttributeError, TypeError, ValueError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError)
 
 
 def likelihood_arguments(mll: Any, params: Sequence[Any] = ()) -> tuple[Any, ...]:
@@ -86,17 +83,12 @@ class LikelihoodParams:
         return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
     @classmethod
-    def from_bytes(cls, data: Tensor | None) -> "LikelihoodParams":
-        """Inverts `to_bytes`. Raises ValueError for other data."""
-        try:
-            with torch.serialization.safe_globals([_TrainingInput]):
-                found = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
-            params = cls.__new__(cls)
-            params._forms, params._params, params._kwargs = (found[name] for name in ("_forms", "_params", "_kwargs"))
-        except UNREADABLE as error:
-            raise ValueError(
-                "The training state's arguments of the likelihood cannot be read. Take it from training_state()."
-            ) from error
+    def from_bytes(cls, data: Tensor) -> "LikelihoodParams":
+        """Inverts `to_bytes`."""
+        params = cls.__new__(cls)
+        with torch.serialization.safe_globals([_TrainingInput]):
+            file = io.BytesIO(data.cpu().numpy().tobytes())
+            vars(params).update(torch.load(file, map_location="cpu", weights_only=True))
         return params
 
     def _placed(self, leaf: Any) -> Any:

@@ -13,11 +13,12 @@ from torch import Tensor
 from gpy_iterative.worker_threads import CPU
 
 #: Raise it when older states become unreadable.
-FORMAT = 6
+FORMAT = 7
 _NAME = "description"
 TAKE_IT = "Pass what training_state() returned."
 _WITHOUT = "Training can go on without it: model and optimiser have their own state."
 _DATA = "fingerprint of the training data"
+_LAYOUT = "dtypes and shapes"
 #: Tolerance of fingerprints, as standardising elsewhere changes last digits. One entry of n may move by about this times
 #: sqrt(n) standard deviations.
 _SAME_DATA = 1e-5
@@ -49,10 +50,11 @@ class StateDescription:
 
     def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
         """Adds the description as bytes, for `weights_only=True`."""
-        return {_NAME: torch.tensor(list(json.dumps(self.entries).encode()), dtype=torch.uint8, device=CPU)} | state
+        text = json.dumps(self.entries | {_LAYOUT: _layout(state)})
+        return {_NAME: torch.tensor(list(text.encode()), dtype=torch.uint8, device=CPU)} | state
 
     def taken_from(self, state: Any) -> dict[str, Any]:
-        """Removes the description. Raises ValueError for another run's state."""
+        """Removes the description. Raises ValueError for another run's state, or one that was changed."""
         if not isinstance(state, Mapping):
             raise ValueError(f"A training state is a dict, got {type(state).__name__}. {TAKE_IT}")
         found = _read(state)
@@ -61,6 +63,7 @@ class StateDescription:
                 f"The training state has format {found.get('format')!r}, and this version of gpy_iterative reads "
                 f"{FORMAT}. {_WITHOUT}"
             )
+        layout, state = found.pop(_LAYOUT), {name: value for name, value in state.items() if name != _NAME}
         names = [name for name in self.entries | found if found.get(name) != self.entries.get(name)]
         if "method" in names:  # options differ anyway
             names = ["method"]
@@ -77,7 +80,17 @@ class StateDescription:
                 f"This is the training state of another run: {'; '.join(differences)}. Use the data and options of that "
                 "run, or train on without the state: model and optimiser have their own."
             )
-        return {name: value for name, value in state.items() if name != _NAME}
+        if layout != _layout(state):
+            raise ValueError(f"This is no training state: entries were added, removed or changed. {TAKE_IT}")
+        return state
+
+
+def _layout(state: Mapping[str, Any]) -> dict[str, str]:
+    """Dtype and shape of each entry, or its type if it is no tensor."""
+    return {
+        name: f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        for name, value in state.items()
+    }
 
 
 def _read(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -291,7 +291,7 @@ def test_states_of_other_runs() -> None:
     mll(model(x), y)
     state = mll.training_state()
     del state["latent.total"]
-    with pytest.raises(ValueError, match="no entry 'total'"):
+    with pytest.raises(ValueError, match="no training state"):
         mll.load_training_state(state)
 
 
@@ -354,9 +354,14 @@ def test_states_of_other_models() -> None:
     before = into.training_state()
     with pytest.raises(ValueError, match="number of dense columns is 0 in it and 2 here"):
         into.load_training_state(state)
-    with pytest.raises(ValueError, match=r"another model: its 'total' has shape \(20, 1\)"):
+    with pytest.raises(ValueError, match="no training state"):
         into.load_training_state(state | {"description": before["description"]})
     assert into.training_state().keys() == before.keys()
+    isotropic = kernels.ScaleKernel(kernels.RBFKernel()).double()
+    basis = RandomFourierBasis(isotropic, 40, seed=1, num_dims=2)
+    into = QuadruplyStochasticELBO(gaussian_likelihood(0.2), QuadruplyStochasticGP(basis), **OPTIONS)
+    with pytest.raises(ValueError, match=r"basis parameters is .*raw_lengthscale \[1, 2\].*raw_lengthscale \[1, 1\]"):
+        into.load_training_state(state)
 
 
 @pytest.mark.parametrize(
@@ -444,7 +449,7 @@ def test_rows_that_cannot_be_kept() -> None:
         ("index", torch.zeros(0, dtype=torch.int64)),
         ("index", torch.tensor([3])),
         ("index", torch.zeros(30, 2, dtype=torch.int64)),
-        ("count", torch.tensor(-5)),
+        ("count", torch.tensor(5.0)),
     ],
 )
 def test_states_of_rows_that_are_none(name: str, entry: torch.Tensor) -> None:

@@ -384,16 +384,6 @@ def test_a_fixed_truncation_is_truncated_conjugate_gradients() -> None:
     assert value == baseline(case.model(case.x), case.y)
 
 
-@pytest.mark.parametrize("name", ["series.target_stops", "series.probe_stops"])
-def test_draws_of_another_number_are_refused(name: str) -> None:
-    case = smooth_case()
-    mll = roulette(case, resample=False)
-    mll(case.model(case.x), case.y)
-    mll.load_training_state(mll.training_state() | {name: torch.tensor([7])})
-    with pytest.raises(ValueError, match=rf"{name}.*\(1,\)"):
-        mll(case.model(case.x), case.y)
-
-
 def test_frozen_draws_of_another_truncation_are_refused() -> None:
     case, other = smooth_case(), ExponentialTruncation(20, 0.5)
     frozen = roulette(case, resample=False)

@@ -31,16 +31,6 @@ def test_what_is_saved_is_loaded() -> None:
     assert all(torch.equal(tensor, run.to_dict()[name]) for name, tensor in loaded.to_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        ({}, "no entry 'generator'"),
-        ({"generator": torch.zeros(4)}, "no entry 'generator'"),
-        ({"generator": torch.zeros(4, dtype=torch.uint8)}, "another kind of generator"),
-        ({"generator": Run.begin(0).position, "odd": torch.zeros(1)}, "unknown entry 'odd'"),
-        ({"generator": Run.begin(0).position, "a.b": 3}, "'a.b' must be a tensor, got int"),
-    ],
-)
-def test_other_dicts_are_refused(state: dict, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        Run.begin(0).loaded(state)
+def test_the_state_of_another_kind_of_generator_is_refused() -> None:
+    with pytest.raises(ValueError, match="another kind of generator"):
+        Run.begin(0).loaded({"generator": torch.zeros(4, dtype=torch.uint8)})
