@@ -7,7 +7,7 @@ worker takes the next part, such as some tiles, and runs its operations on one t
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -123,41 +123,34 @@ def shares(items: Sequence[Item], device: torch.device = CPU) -> list[Sequence[I
 
 class _Work(Generic[Result]):
     def __init__(self, tasks: Sequence[Callable[[], Result]]) -> None:
-        self._next = iter(enumerate(tasks))
+        self._left = iter(enumerate(tasks))
         self._lock = threading.Lock()
         self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.results: dict[int, Result] = {}
-        self.error: BaseException | None = None
 
     def take(self) -> None:
         is_grad_enabled, is_inference = self._modes
         with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad_enabled):
-            while (taken := self._taken()) is not None:
-                number, task = taken
-                try:
+            try:
+                while (taken := self._taken()) is not None:
+                    number, task = taken
                     self.results[number] = task()
-                except BaseException as error:
-                    self.end(error)
+            finally:  # after an error others are skipped
+                self.end()
 
     def _taken(self) -> tuple[int, Callable[[], Result]] | None:
         with self._lock:
-            return None if self.error is not None else next(self._next, None)
+            return next(self._left, None)
 
-    def end(self, error: BaseException) -> None:
+    def end(self) -> None:
         with self._lock:
-            self.error = self.error or error
-
-    def outcome(self) -> tuple[dict[int, Result], BaseException | None]:
-        # Released, because the pool's queue keeps this object until a worker sees its cancellation.
-        results, error = self.results, self.error
-        self._next, self.results, self.error = iter(()), {}, None
-        return results, error
+            self._left = iter(())
 
 
 def run(tasks: Sequence[Callable[[], Result]], device: torch.device = CPU) -> list[Result]:
     """The tasks' results in order, from the calling thread and, on a CPU, workers.
 
-    Raises the first exception, after started tasks have ended; others are skipped.
+    Raises a task's exception, after started tasks have ended; others are skipped.
     """
     number = min(num_threads(), len(tasks))
     if number <= 1 or device.type != "cpu":
@@ -168,16 +161,13 @@ def run(tasks: Sequence[Callable[[], Result]], device: torch.device = CPU) -> li
         workers = [pool.submit(work.take) for _ in range(number - 1)]
         try:
             work.take()
-        except BaseException as error:  # Ctrl-C between two tasks
-            work.end(error)
-            raise
         finally:
-            for worker in workers:
-                if not worker.cancel():  # do not wait for workers that have not begun
-                    worker.result()
-    results, error = work.outcome()
-    if error is not None:
-        raise error
+            begun = [worker for worker in workers if not worker.cancel()]  # do not wait for others
+            wait(begun)
+            # The pool's queue keeps a cancelled worker until another one sees it.
+            results, work.results = work.results, {}
+    for worker in begun:
+        worker.result()
     return [results[number] for number in range(len(tasks))]
 
 
