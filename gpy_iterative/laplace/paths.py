@@ -64,7 +64,7 @@ class LaplaceSamplePaths:
     def __call__(self, *inputs: Tensor) -> Tensor:
         """[k, t] or [k, t, C] at inputs [t, d]. Raises ValueError for inputs that do not fit."""
         with graph_for(inputs):
-            model, _ = self.snapshot.copies()
+            model = self.snapshot.model_copy()
             points = checked_inputs(self.inputs, inputs)
             if any(x.dim() != 2 for x in points):
                 raise ValueError(

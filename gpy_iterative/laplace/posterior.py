@@ -130,7 +130,7 @@ class LaplacePosterior:
             mean, root, prior = self._conditioned(fit, fit.columns(), [x.flatten(0, -2) for x in points])
             mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, root.shape[-1])
             if batch:
-                prior = to_linear_operator(latent_covariance(fit.snapshot.copies()[0], points, self._products))
+                prior = to_linear_operator(latent_covariance(fit.snapshot.model_copy(), points, self._products))
             mean, root = mean.to(prior.dtype), root.to(prior.dtype)
             covariance = CovarianceSumLinearOperator(prior.clone(), -1 * RootLinearOperator(root))
             if fit.is_single:
@@ -246,13 +246,13 @@ class LaplacePosterior:
         self, fit: LaplaceFit, columns: Tensor, points: list[Tensor]
     ) -> tuple[Tensor, Tensor, LinearOperator]:
         """Means [t C], K(x, X) Q [t C, B], K(x, x)."""
-        mean, test_train, test_test = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
+        mean, test_train, test_test = latent_blocks(fit.snapshot.model_copy(), fit.inputs, points, self._products)
         found = product(test_train, columns)
         return mean.reshape(-1) + found[:, 0], found[:, 1:], test_test
 
     def _exact_variance(self, fit: LaplaceFit, points: list[Tensor]) -> Tensor:
         latents = fit.prior.num_latents
-        _, test_train, test_test = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
+        _, test_train, test_test = latent_blocks(fit.snapshot.model_copy(), fit.inputs, points, self._products)
         test_train, test_test = (converted(block, fit.prior.mean.dtype) for block in (test_train, test_test))
         whitened = fit.solution.curvature.root_t(test_train.to_dense().double().mT)
         solution = self._solve(fit, whitened)

@@ -67,13 +67,12 @@ class ModelSnapshot:
         policy = gpytorch.settings.observation_nan_policy.value()
         return cls(model, likelihood, dict(_tensors(model, likelihood)), dict(_attributes(model, likelihood)), policy)
 
-    def copies(self) -> tuple[Any, Any]:
-        """Copies for one evaluation, thread-safe."""
-        copies = ModuleCopies(own=_OWN, apart=True)
-        model, likelihood = copies.of(self.model), copies.of(self.likelihood)
+    def model_copy(self) -> Any:
+        """A copy of the model for one evaluation, thread-safe."""
+        model = ModuleCopies(own=_OWN, apart=True).of(self.model)
         for kernel in _moving_grids(model).values():
             kernel.grid_is_dynamic = False  # keeps the training inputs' grid, as the solves did
-        return model, likelihood
+        return model
 
     def check_grids(self, model: GP) -> None:
         """Raises ValueError for a moved grid."""

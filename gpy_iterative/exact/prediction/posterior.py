@@ -288,8 +288,7 @@ class PathwisePosterior:
         return SolveReport.of(solves.status, solves.stats)
 
     def _joint(self, snapshot: ModelSnapshot, solves: TrainingSolves, inputs: Sequence[Tensor]) -> JointPrior:
-        model, _ = snapshot.copies()
-        return joint_prior(model, inputs, solves.system.batch_shape, self._products)
+        return joint_prior(snapshot.model_copy(), inputs, solves.system.batch_shape, self._products)
 
     @torch.inference_mode(False)  # later calls may need gradients
     @torch.no_grad()

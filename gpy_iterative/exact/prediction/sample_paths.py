@@ -35,7 +35,7 @@ class SamplePaths:
         ValueError for inputs that do not fit. Cost: t (n + 2 m) k multiply-adds for m frequencies.
         """
         with graph_for(inputs):
-            model, _ = self._snapshot.copies()
+            model = self._snapshot.model_copy()
             points = checked_inputs(list(model.train_inputs or ()), inputs)
             joint = joint_prior(model, points, self._update.shape[:-2], self._products)
             update = product(joint.test_train, self._update)

@@ -84,7 +84,7 @@ class WeightSpacePosterior:
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
         """The latent posterior at [*b, t, d]; only inputs receive gradients. Raises ValueError for unsuitable inputs."""
         snapshot, weights = self._current()
-        model, _ = snapshot.copies()
+        model = snapshot.model_copy()
         points = checked_inputs(list(model.train_inputs or ()), inputs)
         with graph_for(inputs):
             prior = prior_at(model, points)
@@ -135,7 +135,7 @@ class WeightSpacePaths:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """[k, *b, t] at inputs [*b, t, d]."""
-        model, _ = self._snapshot.copies()
+        model = self._snapshot.model_copy()
         points = checked_inputs(list(model.train_inputs or ()), inputs)
         with graph_for(inputs):
             prior = prior_at(model, points)
