@@ -94,18 +94,12 @@ def _layout(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read(state: Mapping[str, Any]) -> dict[str, Any]:
-    if _NAME not in state:
-        if "generator" in state:
-            raise ValueError(f"This training state was saved by an earlier version of gpy_iterative. {_WITHOUT}")
-        raise ValueError(f"This is no training state: it has no description. {TAKE_IT}")
-    text = state[_NAME]
     try:
-        found = json.loads(bytes(text.tolist()))
-    except (AttributeError, TypeError, ValueError):  # no tensor, bytes or JSON
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"This is no training state: its description cannot be read. {TAKE_IT}")
-    return found
+        return dict(json.loads(bytes(state[_NAME].tolist())))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # no tensor, bytes or JSON
+        raise ValueError(
+            f"This is no training state: its description is missing or cannot be read. {TAKE_IT}"
+        ) from error
 
 
 def _fingerprints(model: Any, inputs: tuple[Tensor, ...], targets: Tensor | None) -> list[list[float] | None]:

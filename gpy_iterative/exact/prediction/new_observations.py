@@ -102,12 +102,10 @@ def _check_noise(noise: Tensor | None, likelihood: Likelihood, targets: Tensor) 
         raise ValueError(
             f"{name} needs the noise variances of the new observations: pass noise= of shape {tuple(targets.shape)}."
         )
-    wanted, given = ((tuple(part.shape), part.dtype, part.device) for part in (targets, noise))
-    if noise.shape[-1:] != targets.shape[-1:] or given[1:] != wanted[1:]:
+    check_same_kind("The noise", noise, "the new targets", targets)
+    if noise.shape[-1:] != targets.shape[-1:]:
         raise ValueError(
-            "noise must have the shape, dtype and device of the new targets, {}, {} on {}; got {}, {} on {}.".format(
-                *wanted, *given
-            )
+            f"noise must have the shape {tuple(targets.shape)} of the new targets, got {tuple(noise.shape)}."
         )
     if gpytorch.settings.observation_nan_policy.value() != "ignore":
         noise = torch.where(torch.isnan(targets), 1, noise)  # that of missing data has no meaning
