@@ -17,7 +17,6 @@ from gpy_iterative.checks import check_count, check_instance, check_number, gene
 from gpy_iterative.exact.prediction.blocks import converted, product, scatter_rows
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.exact.prediction.joint_prior import (
-    JointPrior,
     checked_inputs,
     graph_for,
     joint_prior,
@@ -178,7 +177,7 @@ class PathwisePosterior:
         """
         snapshot, solves = self._current()
         with graph_for(inputs):
-            joint = self._joint(snapshot, solves, inputs)
+            joint = joint_prior(snapshot.model_copy(), inputs, solves.system.batch_shape, self._products)
             return joint.distribution(*self.condition(solves, joint.mean, joint.test_test, joint.test_train))
 
     def condition(
@@ -219,7 +218,7 @@ class PathwisePosterior:
         Cost: one solve with num_points columns. VarianceWarning if the median |log ratio| is above .1.
         """
         snapshot, solves = self._current()
-        points = checked_inputs(list(snapshot.model.train_inputs or ()), inputs)
+        points = checked_inputs(snapshot.model.train_inputs, inputs)
         if not solves.system.batch_shape:
             points = [x.reshape(-1, x.shape[-1]) for x in points]
         generator = torch.Generator().manual_seed(self._seed)
@@ -227,7 +226,7 @@ class PathwisePosterior:
         points = [x[..., chosen.to(x.device), :] for x in points]
         solves.is_checked = True
         with torch.no_grad():
-            joint = self._joint(snapshot, solves, points)
+            joint = joint_prior(snapshot.model_copy(), points, solves.system.batch_shape, self._products)
             _, covariance = self.condition(solves, joint.mean, joint.test_test, joint.test_train)
             test_test, test_train = (converted(b, solves.weights.dtype) for b in (joint.test_test, joint.test_train))
             prior_variance = test_test.diagonal(dim1=-2, dim2=-1)
@@ -286,9 +285,6 @@ class PathwisePosterior:
         """The report of the current solve for the mean."""
         solves = self.solves
         return SolveReport.of(solves.status, solves.stats)
-
-    def _joint(self, snapshot: ModelSnapshot, solves: TrainingSolves, inputs: Sequence[Tensor]) -> JointPrior:
-        return joint_prior(snapshot.model_copy(), inputs, solves.system.batch_shape, self._products)
 
     @torch.inference_mode(False)  # later calls may need gradients
     @torch.no_grad()

@@ -36,7 +36,7 @@ class SamplePaths:
         """
         with graph_for(inputs):
             model = self._snapshot.model_copy()
-            points = checked_inputs(list(model.train_inputs or ()), inputs)
+            points = checked_inputs(model.train_inputs, inputs)
             joint = joint_prior(model, points, self._update.shape[:-2], self._products)
             update = product(joint.test_train, self._update)
             distribution = prior_at(model, points)

@@ -85,7 +85,7 @@ class WeightSpacePosterior:
         """The latent posterior at [*b, t, d]; only inputs receive gradients. Raises ValueError for unsuitable inputs."""
         snapshot, weights = self._current()
         model = snapshot.model_copy()
-        points = checked_inputs(list(model.train_inputs or ()), inputs)
+        points = checked_inputs(model.train_inputs, inputs)
         with graph_for(inputs):
             prior = prior_at(model, points)
             weight_space = WeightSpacePrior(prior)
@@ -136,7 +136,7 @@ class WeightSpacePaths:
     def __call__(self, *inputs: Tensor) -> Tensor:
         """[k, *b, t] at inputs [*b, t, d]."""
         model = self._snapshot.model_copy()
-        points = checked_inputs(list(model.train_inputs or ()), inputs)
+        points = checked_inputs(model.train_inputs, inputs)
         with graph_for(inputs):
             prior = prior_at(model, points)
             basis = WeightSpacePrior(prior).features().basis.double()

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
 from gpy_iterative.exact.prediction import variance_error
+from gpy_iterative.exact.prediction.joint_prior import joint_prior
 from gpy_iterative.exact.prediction.projection import ExactProjection
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction import PathwisePosterior, VarianceError
@@ -138,7 +139,7 @@ def far_too_few_projections(*, num_test: int) -> tuple[PathwisePosterior, Tensor
         case.model, case.likelihood, exact_below=0, solver=ConjugateGradients(), rank=1, num_neighbours=1
     )
     covariance = posterior.solves.projection().covariance  # asks nothing of the solves
-    joint = posterior._joint(*posterior._current(), [x])
+    joint = joint_prior(case.model, [x], torch.Size(), KernelProducts())
     variance = covariance(joint.test_test.to_dense(), joint.test_train).diagonal()
     return posterior, x, (variance / dense(case, x)[1].diagonal()).log().detach()
 
@@ -158,7 +159,7 @@ def test_first_variances_are_checked_once(ask: str) -> None:
 def test_early_ends_of_the_check_understate(epochs: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variance_error, "CHECK_EPOCHS", (epochs, epochs))
     posterior, x, errors = far_too_few_projections(num_test=8)
-    joint, solves = posterior._joint(*posterior._current(), [x]), posterior.solves
+    joint, solves = joint_prior(posterior.model, [x], torch.Size(), KernelProducts()), posterior.solves
     prior, projection = joint.test_test.diagonal(dim1=-2, dim2=-1), solves.projection()
     variance = projection.variance(prior, joint.test_train)
     found = variance_error.lower_variance_error(solves.system, projection, variance, prior, joint.test_train)
