@@ -17,6 +17,8 @@ from linear_operator.operators import (
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gpy_iterative.linear_operators.products import KernelProducts
+
 Rows = slice | Tensor
 Operation = ParamSpec("Operation")
 
@@ -202,9 +204,14 @@ def low_precision_copy(operator: LinearOperator) -> LinearOperator | None:
     return _converted(operator, "low_precision_copy", lambda tensor: tensor.detach().float(), torch.float32)
 
 
-def with_products(operator: LinearOperator, change: Callable[[Any], Any]) -> LinearOperator:
+def with_products(part: Any, change: Callable[[KernelProducts], KernelProducts]) -> Any:
     """The operator with other `KernelProducts`; it shares tensors, gradients and kept tiles."""
-    return _converted(operator, "with_products", lambda tensor: tensor, change=change)
+    if isinstance(part, KernelProducts):
+        return change(part)
+    is_same = hasattr(part, "products") and change(part.products) == part.products
+    if is_same or not isinstance(part, LinearOperator):
+        return part
+    return rebuilt(part, lambda inner: with_products(inner, change))
 
 
 def in_float64(operator: LinearOperator, *, keeps_tiles: bool = True) -> LinearOperator:
@@ -215,16 +222,14 @@ def in_float64(operator: LinearOperator, *, keeps_tiles: bool = True) -> LinearO
     return _converted(operator, "in_float64", torch.Tensor.double, torch.float64, keeps_tiles=keeps_tiles)
 
 
-def _converted(
-    part: Any, method: str, convert: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, **options: Any
-) -> Any:
+def _converted(part: Any, method: str, convert: Callable[[Tensor], Tensor], dtype: torch.dtype, **options: Any) -> Any:
     """Converts all parts of an operator, by their own `method` if any; `dtype` replaces dtypes."""
     if hasattr(part, method):
         return getattr(part, method)(**options)
     if isinstance(part, LinearOperator):
         return rebuilt(part, lambda inner: _converted(inner, method, convert, dtype, **options))
     if isinstance(part, torch.dtype):
-        return dtype if dtype is not None and part.is_floating_point else part
+        return dtype if part.is_floating_point else part
     return convert(part) if torch.is_tensor(part) and part.is_floating_point() else part
 
 

@@ -31,7 +31,7 @@ from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.radial.grid import OnAxes, axes_of
+from gpy_iterative.linear_operators.radial.grid import axes_of
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_operators.radial_inputs import (
@@ -160,10 +160,8 @@ def operator_of_kernel(
         ]
         operator = parts[0]
         if len(parts) > 1:
-            on_axes = OnAxes(axes, products) if axes else None
-            if not is_smooth_product(kernel, x1):
-                products = replace(products, far_field=None)
-            operator = RadialProductLinearOperator.of(parts, products=products, on_axes=on_axes)
+            is_smooth = is_smooth_product(kernel, x1)
+            operator = RadialProductLinearOperator.of(parts, products=products, axes=axes, is_smooth=is_smooth)
         return reduce(_times, factors[0].outputscales, operator)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # As in its forward, the data kernel's active dims are ignored.

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field.far_field import FarField
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
-from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.product_tiles import ProductTiles
 from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
 from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
@@ -51,14 +50,6 @@ class Axis:
 
     def joined(self, other: "Axis") -> "Axis":
         return Axis(self.factors + other.factors, *_numbered(self.place * other.size + other.place))
-
-
-@dataclass(frozen=True, eq=False)
-class OnAxes:
-    """The axes of data on a grid, and how products on them are computed."""
-
-    axes: Sequence[Axis]
-    products: KernelProducts
 
 
 def axes_of(inputs: Sequence[Tensor]) -> list[Axis]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field.far_field import automatic_tolerance
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.radial.grid import Axis, Grid, GridTiles, OnAxes
+from gpy_iterative.linear_operators.radial.grid import Axis, Grid, GridTiles
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
@@ -23,8 +23,9 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     Args:
         factors: of one shape and cache, without far fields; those after the first have no outputscale.
-        products: of the whole matrix; None: those of the factors.
-        on_axes: the axes of a grid, if data are on one (see `grid.py`).
+        products: of the whole matrix and of a grid's axes; None: those of the factors.
+        axes: of a grid, if data are on one (see `grid.py`).
+        is_smooth: whether the whole matrix may have a far field.
 
     A product of the matrix costs one evaluation of each factor, or n m s multiply-adds of kept tiles; the derivative costs
     such an evaluation for each factor. A symmetric matrix of data in the cells of an S x T grid costs S T (S + T) s.
@@ -34,12 +35,13 @@ class RadialProductLinearOperator(TiledLinearOperator):
         self,
         *factors: RadialKernelLinearOperator,
         products: KernelProducts | None = None,
-        on_axes: OnAxes | None = None,
+        axes: Sequence[Axis] = (),
+        is_smooth: bool = True,
     ) -> None:
         first = factors[0]
         products = first.products if products is None else products
-        super().__init__(*factors, products=products, on_axes=on_axes)
-        self.factors, self.products, self._on_axes = factors, products, on_axes
+        super().__init__(*factors, products=products, axes=axes, is_smooth=is_smooth)
+        self.factors, self.products, self._axes, self._is_smooth = factors, products, axes, is_smooth
         self.cache, self.symmetric, self.tile_scale = first.cache, first.symmetric, first.tile_scale
         self.angles = sum(factor.angles for factor in factors)
 
@@ -54,10 +56,11 @@ class RadialProductLinearOperator(TiledLinearOperator):
     def by_factor(self) -> list["ProductByFactor"]:
         """The product as functions of one factor each; the first keeps tiles, and the grid or far field."""
         # Functions of the operator itself would be a cycle of references, which keeps memory.
-        make_grid = partial(_make_grid, None if self.batch_shape else self._on_axes, self.factors, self.cache)
-        found = [ProductByFactor(self.factors, 0, self.products, make_grid)]
+        make_grid = partial(_make_grid, () if self.batch_shape else self._axes, self.factors, self.products, self.cache)
+        products = self.products if self._is_smooth else replace(self.products, far_field=None)
+        found = [ProductByFactor(self.factors, 0, products, make_grid)]
         for number in range(1, len(self.factors)):
-            found.append(ProductByFactor(self.factors, number, self.products, make_grid, first=found[0]))
+            found.append(ProductByFactor(self.factors, number, products, make_grid, first=found[0]))
         return found
 
     def tiles(self) -> GridTiles:
@@ -100,8 +103,8 @@ class RadialProductLinearOperator(TiledLinearOperator):
         """See `extensions.kernel_inputs`."""
         return torch.cat([factor.kernel_inputs() for factor in self.factors], dim=-1)
 
-    def _on_factors(self, change: Callable[[RadialKernelLinearOperator], Any], **options: Any) -> LinearOperator:
-        return type(self)(*map(change, self.factors), **{"products": self.products} | options)
+    def _on_factors(self, change: Callable[[RadialKernelLinearOperator], Any]) -> LinearOperator:
+        return type(self)(*map(change, self.factors), products=self.products, is_smooth=self._is_smooth)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         return self._on_factors(lambda factor: factor._getitem(row_index, col_index, *batch_indices))
@@ -116,36 +119,20 @@ class RadialProductLinearOperator(TiledLinearOperator):
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
         return self._on_factors(lambda factor: factor._expand_batch(batch_shape))
 
-    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
-        return self._on_factors(lambda factor: factor._unsqueeze_batch(dim))
-
-    def _permute_batch(self, *dims: int) -> LinearOperator:
-        return self._on_factors(lambda factor: factor._permute_batch(*dims))
-
     def _mul_constant(self, other: float | Tensor) -> LinearOperator:
         first, *rest = self.factors
         return type(self)(first._mul_constant(other), *rest, **self._kwargs)
 
-    def low_precision_copy(self) -> LinearOperator:
-        """See `extensions.low_precision_copy`."""
-        return self._changed(lambda factor: factor.low_precision_copy(), KernelProducts.native)
+    # Documented in `extensions.py`
 
-    def with_products(self, *, change: Callable[[KernelProducts], KernelProducts]) -> LinearOperator:
-        """See `extensions.with_products`."""
-        return self._changed(lambda factor: factor.with_products(change=change), change)
+    def low_precision_copy(self) -> LinearOperator:
+        factors = [factor.low_precision_copy() for factor in self.factors]
+        return type(self)(*factors, **self._kwargs | {"products": self.products.native()})
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
-        """See `extensions.in_float64`."""
-        native = lambda products: products.native(keeps_tiles=keeps_tiles)
-        return self._changed(lambda factor: factor.in_float64(keeps_tiles=keeps_tiles), native)
-
-    def _changed(
-        self,
-        change_factor: Callable[[RadialKernelLinearOperator], Any],
-        change: Callable[[KernelProducts], KernelProducts],
-    ) -> LinearOperator:
-        on_axes = self._on_axes and replace(self._on_axes, products=change(self._on_axes.products))
-        return self._on_factors(change_factor, products=change(self.products), on_axes=on_axes)
+        factors = [factor.in_float64(keeps_tiles=keeps_tiles) for factor in self.factors]
+        products = self.products.native(keeps_tiles=keeps_tiles)
+        return type(self)(*factors, **self._kwargs | {"products": products})
 
 
 class ProductByFactor(RadialKernelLinearOperator):
@@ -177,14 +164,14 @@ class ProductByFactor(RadialKernelLinearOperator):
         return GridTiles(factors, number, products, first, make_grid=make_grid)
 
 
-def _make_grid(on_axes: OnAxes | None, factors: Sequence[RadialKernelLinearOperator], cache: TileCache) -> Grid | None:
-    if on_axes is None:
-        return None
+def _make_grid(
+    axes: Sequence[Axis], factors: Sequence[RadialKernelLinearOperator], products: KernelProducts, cache: TileCache
+) -> Grid | None:
     tiles = [
-        _tiles_on(axis, [factors[number] for number in axis.factors], on_axes.products, cache.part(str(i)))
-        for i, axis in enumerate(on_axes.axes)
+        _tiles_on(axis, [factors[number] for number in axis.factors], products, cache.part(str(i)))
+        for i, axis in enumerate(axes)
     ]
-    return Grid(on_axes.axes, tiles)
+    return Grid(axes, tiles) if axes else None
 
 
 def _tiles_on(

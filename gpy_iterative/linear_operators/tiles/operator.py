@@ -1,6 +1,5 @@
 """Linear operators made of tiles."""
 
-from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -157,10 +156,6 @@ class TiledLinearOperator(LinearOperator):
         self.products.check(self.dtype)
         lower = lambda part: self.cache.in_float32(part) if torch.is_tensor(part) else part
         return rebuilt(self, lower, products=self.products.native(), cache=self.cache.low_precision)
-
-    def with_products(self, *, change: Callable[[KernelProducts], KernelProducts]) -> LinearOperator:
-        changed = change(self.products)
-        return self if changed == self.products else rebuilt(self, lambda part: part, products=changed)
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
         double = lambda part: part.double() if torch.is_tensor(part) and part.is_floating_point() else viewed(part)

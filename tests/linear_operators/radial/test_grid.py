@@ -156,7 +156,9 @@ def test_axes_have_the_products_of_a_copy() -> None:
     for copied, memory in ((in_float64(operator, keeps_tiles=False), 0), (low_precision_copy(operator), None)):
         assert isinstance(copied, RadialProductLinearOperator)
         copied.tiles().product(slice(None), slice(None), torch.ones(copied.shape[-1], 1, dtype=copied.dtype))
-        assert copied._on_axes.products == replace(products, precision="native", cache_memory=memory)
+        assert copied.products == replace(products, precision="native", cache_memory=memory)
+        for of_axis, *_ in copied.tiles().grid._tiles:
+            assert (of_axis.products.precision, of_axis.products.cache_memory) == ("native", memory)
 
 
 def test_an_operator_is_pickled_and_freed() -> None:
