@@ -4,20 +4,16 @@ K = S (K_1 x K_2 x ...) S^T: K_a is the kernel matrix of the distinct inputs of 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.far_field.far_field import FarField
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
-from gpy_iterative.linear_operators.radial.product_tiles import ProductTiles
-from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
-from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
+from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.worker_threads import ByDevice
 
 _ALL = slice(None)
@@ -135,80 +131,5 @@ class Grid:
 
     def of_factor(self, factor: int) -> tuple[Axis, int, RadialTiles]:
         """A factor's axis, the axis' number, and the axis' kernel as a function of the factor."""
-        for number, axis in enumerate(self.axes):
-            if factor in axis.factors:
-                return axis, number, self._tiles[number][axis.factors.index(factor)]
-        raise LookupError(f"No axis has factor {factor}.")
-
-
-class GridTiles(ProductTiles):
-    """`ProductTiles` whose products and derivatives use a grid, if data are on one.
-
-    Args:
-        args: of `ProductTiles`.
-        make_grid: finds the grid, which the first tiles keep for all.
-    """
-
-    def __init__(self, *args: Any, make_grid: Callable[[], Grid | None]) -> None:
-        super().__init__(*args)
-        self._make_grid = make_grid
-
-    @cached_property
-    def grid(self) -> Grid | None:
-        return self._make_grid() if self._first is None else self._first().grid
-
-    def far_field(self) -> FarField | None:
-        """See `RadialFarField`; none on a grid."""
-        return None if self.grid is not None else super().far_field()
-
-    def product(
-        self, rows: slice, columns: slice, rhs: Tensor, values: Callable[[Any], Tensor] | None = None
-    ) -> Tensor:
-        grid = self.grid if rows == columns == _ALL and values is None else None
-        if grid is None:
-            return super().product(rows, columns, rhs, values)
-        parts = [grid.picked(grid.multiplied(grid.spread(columns))) for columns in grid.columns(rhs)]
-        return torch.cat(parts, dim=1).view(rhs.movedim(-2, 0).shape).movedim(0, -2)
-
-    def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
-        """See `RadialTiles.derivative`. One datum with each input of the axis takes the derivative of them all."""
-        grid = self.grid if isinstance(weights, BilinearWeights) else None
-        if grid is None:
-            return super().derivative(weights, value=value, alpha=alpha)
-        axis, number, tiles = grid.of_factor(self.number)
-        parts = []
-        for columns in zip(*map(grid.columns, weights.tensors), strict=True):
-            left, right = map(grid.spread, columns)
-            pair = (part.movedim(number, 0).flatten(1) for part in (left, grid.multiplied(right, without=axis)))
-            of_axis = BilinearWeights(*pair, torch.Size(), tiles)
-            parts.append(tiles.derivative(of_axis, value=value, alpha=alpha))
-        sums = zip(*((part.x1, part.value, part.alpha) for part in parts), strict=True)
-        x1, *others = (reduce(torch.add, each) for each in sums)
-        return RadialDerivative(torch.zeros_like(self.x1).index_copy_(0, axis.first, x1), *others)
-
-    def scale_products(self, rhs: Tensor) -> Tensor:
-        return self._by_factor(rhs, lambda tiles, vectors: tiles.scale_products(vectors), super().scale_products)
-
-    def alpha_product(self, rhs: Tensor) -> Tensor:
-        return self._by_factor(rhs, lambda tiles, vectors: tiles.alpha_product(vectors), super().alpha_product)
-
-    def _by_factor(
-        self,
-        rhs: Tensor,
-        on_axis: Callable[[RadialTiles, Tensor], Tensor],
-        on_tiles: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """[*b, n, k] for rhs [*b, n, 1], from a batch of vectors on the factor's axis."""
-        grid = self.grid
-        if grid is None:
-            return on_tiles(rhs)
-        axis, number, tiles = grid.of_factor(self.number)
-
-        def multiply(vectors: Tensor) -> Tensor:
-            along = grid.multiplied(grid.spread(vectors), without=axis).movedim(number, 0)
-            found = on_axis(tiles, along.flatten(1).mT.unsqueeze(-1))  # [rest s, size, k]
-            found = found.movedim(0, 1).unflatten(1, along.shape[1:]).movedim(0, number)
-            return grid.picked(found.flatten(-2))
-
-        columns = rhs.movedim(-2, 0).flatten(1)
-        return multiply(columns).view(len(columns), *rhs.shape[:-2], -1).movedim(0, -2)
+        number, axis = next(pair for pair in enumerate(self.axes) if factor in pair[1].factors)
+        return axis, number, self._tiles[number][axis.factors.index(factor)]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field.far_field import automatic_tolerance
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.radial.grid import Axis, Grid, GridTiles
+from gpy_iterative.linear_operators.radial.grid import Axis, Grid
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial.product_tiles import ProductTiles
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
@@ -63,7 +64,7 @@ class RadialProductLinearOperator(TiledLinearOperator):
             found.append(ProductByFactor(self.factors, number, products, make_grid, first=found[0]))
         return found
 
-    def tiles(self) -> GridTiles:
+    def tiles(self) -> ProductTiles:
         return self.by_factor[0].tiles()
 
     def has_fast_products(self) -> bool:
@@ -142,7 +143,7 @@ class ProductByFactor(RadialKernelLinearOperator):
         factors: of the product.
         number: of the factor.
         products: of the whole matrix.
-        make_grid: see `GridTiles`.
+        make_grid: see `ProductTiles`.
         first: the function of the first factor, unless it is this one.
     """
 
@@ -158,10 +159,8 @@ class ProductByFactor(RadialKernelLinearOperator):
         super().__init__(factor.x1, outputscale.detach() if number else outputscale, **factor._kwargs)
         self._given, self._first = (factors, number, products, make_grid), first
 
-    def _make_tiles(self) -> GridTiles:
-        factors, number, products, make_grid = self._given
-        first = None if self._first is None else self._first.tiles
-        return GridTiles(factors, number, products, first, make_grid=make_grid)
+    def _make_tiles(self) -> ProductTiles:
+        return ProductTiles(*self._given, None if self._first is None else self._first.tiles)
 
 
 def _make_grid(
