@@ -204,7 +204,7 @@ def _product_with_tasks(
             )
     points = operator_of_kernel(other, active_inputs(other, x1), active_inputs(other, x2), products, cache)
     row_tasks, column_tasks = numbers
-    return HadamardLinearOperator(
+    return HadamardLinearOperator.of(
         points, to_dense(index.covar_matrix), row_tasks, row_tasks if column_tasks is None else column_tasks
     )
 

@@ -74,7 +74,7 @@ class KroneckerLinearOperator(KroneckerProductLinearOperator):
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
         tasks = to_dense(self.tasks)
         count = tasks.shape[-1]
-        points, position, inner = points_of(torch.arange(len(rhs), device=rhs.device)[rows], count)
+        points, position, inner = points_of(torch.arange(self.shape[-2], device=rhs.device)[rows], count)
         found = rows_matmul(self.points, points, (tasks @ rhs.unflatten(0, (-1, count))).flatten(1))
         return found.unflatten(-1, (count, -1))[position, inner]
 

@@ -103,7 +103,7 @@ def observed() -> LinearOperator:
 def hadamard() -> LinearOperator:
     tasks = inputs(3, 2).double()
     numbers = torch.arange(N) * 5 % 3
-    return HadamardLinearOperator(radial(), torch.exp(-torch.cdist(tasks, tasks)), numbers, numbers)
+    return HadamardLinearOperator.of(radial(), torch.exp(-torch.cdist(tasks, tasks)), numbers, numbers)
 
 
 OPERATORS: dict[str, Callable[[], LinearOperator]] = {

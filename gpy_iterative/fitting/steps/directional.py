@@ -17,7 +17,6 @@ from torch import Tensor
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.linear_operators.extensions import in_float64
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
-from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
@@ -147,15 +146,14 @@ class _Interleaved(DirectionalProduct):
 class _Selected(DirectionalProduct):
     """Rows and columns of a whole operator: observed data, or each datum's task."""
 
-    def __init__(self, operator: Any, vector: Tensor, whole: LinearOperator, index: Tensor) -> None:
+    def __init__(self, operator: ObservedLinearOperator, vector: Tensor) -> None:
         super().__init__(operator, vector)
-        self._index = index
-        spread = vector.new_zeros(*vector.shape[:-1], whole.shape[-1]).index_copy_(-1, index, vector)
-        self._whole = directional_product(whole, spread)
+        spread = vector.new_zeros(*vector.shape[:-1], operator.base.shape[-1])
+        self._whole = directional_product(operator.base, spread.index_copy_(-1, operator.observed, vector))
 
     def _along(self, tangent: Tangent) -> Tensor | None:
-        found = self._whole.along(tangent[:-2])  # without the indices
-        return None if found is None else found[..., self._index]
+        found = self._whole.along(tangent[:-2])  # without the masks
+        return None if found is None else found[..., self.operator.observed]
 
 
 class _Radial(DirectionalProduct):
@@ -261,9 +259,7 @@ def directional_product(operator: LinearOperator, vector: Tensor) -> Directional
     if isinstance(operator, ConstantMulLinearOperator):
         return _Multiple(operator, vector)
     if isinstance(operator, ObservedLinearOperator):
-        return _Selected(operator, vector, operator.base, operator.observed)
-    if isinstance(operator, HadamardLinearOperator):
-        return _Selected(operator, vector, operator.whole, operator.rows_of_whole)
+        return _Selected(operator, vector)
     if isinstance(operator, BlockInterleavedLinearOperator):
         return _Interleaved(operator, vector)
     if isinstance(operator, KroneckerLinearOperator):
