@@ -7,16 +7,12 @@ import torch
 from gpytorch import kernels
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator
-from linear_operator.operators import (
-    AddedDiagLinearOperator,
-    ConstantMulLinearOperator,
-    DenseLinearOperator,
-    SumLinearOperator,
-)
+from linear_operator.operators import DenseLinearOperator, DiagLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import SpectralDensityMissingError
-from gpy_iterative.linear_operators.from_gpytorch import added_diagonal, masked_covariance
+from gpy_iterative.linear_operators.extensions import sum_terms
+from gpy_iterative.linear_operators.from_gpytorch import masked_covariance
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 
 
@@ -40,7 +36,7 @@ class PriorParts:
 
     Attributes:
         terms: unevaluated kernels.
-        diagonal: [*b, n], jitter from the model's `forward`, or None.
+        diagonal: [*b, n] or [n], jitter from the model's `forward`, or None.
         others: the model's own matrices, without factors.
     """
 
@@ -60,19 +56,13 @@ class PriorParts:
 
 def prior_parts(covariance: LinearOperator | Tensor) -> PriorParts:
     terms, diagonals, others = [], [], []
-    left: list[tuple[LinearOperator | Tensor, Tensor | None]] = [(covariance, None)]
-    while left:
-        part, scale = left.pop(0)
+    for part, factor in sum_terms(covariance):
+        scale = factor.squeeze(-1).squeeze(-1) if isinstance(factor, Tensor) else None
         if isinstance(part, LazyEvaluatedKernelTensor):
             terms.append(KernelTerm(part.kernel, part.x1, scale))
-        elif isinstance(part, AddedDiagLinearOperator):
-            jitter = added_diagonal(part)
+        elif isinstance(part, DiagLinearOperator):
+            jitter = part.diagonal(dim1=-2, dim2=-1)
             diagonals.append(jitter if scale is None else jitter * scale.unsqueeze(-1))
-            left.insert(0, (part._linear_op, scale))
-        elif isinstance(part, SumLinearOperator):
-            left = [(summand, scale) for summand in part.linear_ops] + left
-        elif isinstance(part, ConstantMulLinearOperator):
-            left.insert(0, (part.base_linear_op, part._constant if scale is None else scale * part._constant))
         else:
             others.append(part)
     return PriorParts(terms, reduce(torch.add, diagonals) if diagonals else None, others)
