@@ -30,8 +30,6 @@ MOST_MISSED = 10
 PROXIES_PER_POINT, LEAST_PROXIES = 4, 160
 #: On levels of few nodes, where errors are largest, there are more.
 FEW_NODES, MORE_PROXIES = 32, 2
-#: Skeletons for smaller errors are picked in halves.
-SMALLEST_AT_ONCE = 1e-6
 BATCH_NODES = ByDevice(cpu=128, accelerator=1024)
 
 
@@ -84,7 +82,7 @@ def build_levels(plan: Plan, entries: ProductEntries) -> Levels:
         PairBlocks(leaves.rows, inputs, pairs.near[:, is_same], is_diagonal=True, step=0),
         PairBlocks(leaves.rows, inputs, pairs.near[:, ~is_same], is_diagonal=False, step=0),
     ]
-    interpolations, points, in_halves = [], leaves.rows, plan.error < SMALLEST_AT_ONCE
+    interpolations, points = [], leaves.rows
     # Nodes below inherit proxies.
     most = [max(plan.ranks[max(depth, plan.top) :], default=0) for depth in range(len(plan.levels))]
     counts = [_num_proxies(rank, len(nodes)) for rank, nodes in zip(most, plan.levels, strict=True)]
@@ -92,7 +90,7 @@ def build_levels(plan: Plan, entries: ProductEntries) -> Levels:
     for depth in range(len(plan.levels) - 1, plan.top - 1, -1):
         rank = min(plan.ranks[depth], points.shape[1])
         chosen = proxies[depth].rows[:, : _num_proxies(rank, len(points))]
-        picked, weights = _skeletons(double, points, chosen, rank, in_halves)
+        picked, weights = _skeletons(double, points, chosen, rank)
         interpolations.append(weights.to(entries.dtype))
         inputs, far = entries.inputs(picked), plan.pairs[depth].far
         parts.append(PairBlocks(picked, inputs, far, is_diagonal=False, step=len(interpolations)))
@@ -104,15 +102,13 @@ def _num_proxies(rank: int, nodes: int) -> int:
     return max(PROXIES_PER_POINT * rank, LEAST_PROXIES) * (MORE_PROXIES if nodes <= FEW_NODES else 1)
 
 
-def _skeletons(
-    entries: ProductEntries, points: Tensor, proxies: Tensor, rank: int, in_halves: bool
-) -> tuple[Tensor, Tensor]:
+def _skeletons(entries: ProductEntries, points: Tensor, proxies: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Rows [nodes, rank] picked from points [nodes, size], and U^T [nodes, rank, size]."""
     picked = points.new_empty(len(points), rank)
     weights = torch.empty(len(points), rank, points.shape[1], dtype=torch.float64, device=points.device)
 
     def pick(nodes: slice) -> None:
-        found = skeletons(entries.at_proxies(points[nodes], proxies[nodes]), rank, in_halves=in_halves)
+        found = skeletons(entries.at_proxies(points[nodes], proxies[nodes]), rank)
         picked[nodes], weights[nodes] = points[nodes].gather(1, found.pivots), found.weights
 
     run([partial(pick, nodes) for nodes in blocks(len(points), BATCH_NODES.on(points.device))], points.device)

@@ -2,7 +2,7 @@
 
 K(node, far) ~ U K(skeleton, far). With A = K(node, proxies), pivoted Cholesky of A A^T picks the skeleton S, and
 U = A A_S^T (A_S A_S^T)^-1: interpolative decomposition (Cheng et al. 2005) on proxies (Erlandson et al. 2020). A A^T has
-half of float64's digits, so for small errors the second half of S is picked from the errors of the first.
+half of float64's digits, so the second half of S is picked from the errors of the first.
 """
 
 from dataclasses import dataclass
@@ -40,10 +40,8 @@ class Skeletons:
         return Skeletons(pivots, torch.cat([weights, others.weights], dim=1))
 
 
-def skeletons(values: Tensor, rank: int, *, in_halves: bool) -> Skeletons:
-    """Picks `rank` of the m rows of A [b, m, p] in float64. Cost: m^2 p + m rank^2 multiply-adds, about twice in halves."""
-    if not in_halves or rank == 1:
-        return _picked(values, rank)
+def skeletons(values: Tensor, rank: int) -> Skeletons:
+    """Picks `rank` of the m rows of A [b, m, p] in float64. Cost: 2 m^2 p + m rank^2 multiply-adds."""
     first = _picked(values, (rank + 1) // 2)
     return first.followed_by(_picked(first.errors(values), rank // 2))
 

@@ -1,10 +1,9 @@
 """Skeletons: picked rows are kept exactly, and interpolation is the least-squares one."""
 
-import pytest
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.far_field.skeletons import needed_rank, skeletons
+from gpy_iterative.linear_operators.far_field.skeletons import _picked, needed_rank, skeletons
 
 
 def smooth(size: int = 40, proxies: int = 120) -> Tensor:
@@ -14,10 +13,9 @@ def smooth(size: int = 40, proxies: int = 120) -> Tensor:
     return 1 / torch.cdist(near, far + 2)
 
 
-@pytest.mark.parametrize("in_halves", [False, True])
-def test_interpolation_is_the_least_squares_solution(in_halves: bool) -> None:
+def test_interpolation_is_the_least_squares_solution() -> None:
     values = smooth()
-    found = skeletons(values, 6, in_halves=in_halves)
+    found = skeletons(values, 6)
     for member, pivots, weights in zip(values, found.pivots, found.weights, strict=True):
         naive = torch.linalg.lstsq(member[pivots].T, member.T, driver="gelsd").solution
         assert len(set(pivots.tolist())) == 6
@@ -27,7 +25,7 @@ def test_interpolation_is_the_least_squares_solution(in_halves: bool) -> None:
 
 def test_halves_reach_errors_beyond_the_square_root_of_rounding() -> None:
     values = smooth()
-    once, twice = (skeletons(values, 24, in_halves=in_halves).errors(values).norm() for in_halves in (False, True))
+    once, twice = (picked(values, 24).errors(values).norm() for picked in (_picked, skeletons))
     assert 10 * twice < once
     assert twice < 1e-10 * values.norm()
 
@@ -36,8 +34,8 @@ def test_the_needed_rank_reaches_the_error_and_is_not_larger() -> None:
     values = smooth()
     for error in (1e-3, 1e-6, 1e-10):
         rank = needed_rank(values, error)
-        reached = skeletons(values, rank, in_halves=True).errors(values).square().mean().sqrt()
-        before = skeletons(values, rank - 1, in_halves=True).errors(values).square().mean().sqrt()
+        reached = skeletons(values, rank).errors(values).square().mean().sqrt()
+        before = skeletons(values, rank - 1).errors(values).square().mean().sqrt()
         assert reached < 2 * error
         assert before > error / 4
 
@@ -47,7 +45,7 @@ def test_rows_of_low_rank_are_interpolated_whatever_the_rank() -> None:
         torch.randn(2, 30, 3, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in (0, 1)
     )
     values = left @ right.mT
-    found = skeletons(values, 10, in_halves=False)
+    found = skeletons(values, 10)
     assert found.weights.isfinite().all()
     assert found.errors(values).abs().max() < 1e-10
     assert needed_rank(values, 1e-9) == 3
@@ -55,5 +53,5 @@ def test_rows_of_low_rank_are_interpolated_whatever_the_rank() -> None:
 
 def test_repeated_rows_are_picked_once() -> None:
     values = smooth(10).repeat(1, 3, 1)
-    found = skeletons(values, 5, in_halves=False)
+    found = skeletons(values, 5)
     assert all(len(set((pivots % 10).tolist())) == 5 for pivots in found.pivots)
