@@ -16,6 +16,7 @@ from linear_operator.operators import (
     AddedDiagLinearOperator,
     ConstantMulLinearOperator,
     DiagLinearOperator,
+    InterpolatedLinearOperator,
     KroneckerProductLinearOperator,
     RootLinearOperator,
     SumLinearOperator,
@@ -179,7 +180,8 @@ def operator_of_kernel(
     if isinstance(kernel, kernels.GridInterpolationKernel):
         _check_within_grid(kernel, x1 if x2 is None else torch.cat([x1.flatten(0, -2), x2.flatten(0, -2)]))
     if isinstance(kernel.base_kernel if type(kernel) is kernels.AdditiveStructureKernel else kernel, _STRUCTURED):
-        return GridLinearOperator.of(evaluated(kernel, x1, x1 if x2 is None else x2))
+        found = evaluated(kernel, x1, x1 if x2 is None else x2)
+        return GridLinearOperator(*found._args) if type(found) is InterpolatedLinearOperator else found
     return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=products, cache=cache)
 
 

@@ -3,7 +3,6 @@
 from functools import cached_property
 
 import torch
-from linear_operator import LinearOperator
 from linear_operator.operators import (
     ConstantMulLinearOperator,
     InterpolatedLinearOperator,
@@ -21,11 +20,6 @@ _STATIONARY = (ToeplitzLinearOperator, KroneckerProductLinearOperator, ConstantM
 
 class GridLinearOperator(InterpolatedLinearOperator):
     """W G W'^T for the kernel matrix G of a grid and sparse W [n, g] and W' [m, g]."""
-
-    @classmethod
-    def of(cls, operator: LinearOperator) -> LinearOperator:
-        """The operator as one of this class, if it is interpolated."""
-        return cls(*operator._args) if type(operator) is InterpolatedLinearOperator else operator
 
     # linear_operator's own matrices take PyTorch's deprecated storage, which warns.
 
@@ -83,7 +77,6 @@ class GridLinearOperator(InterpolatedLinearOperator):
         return is_stationary and bool((nodes - nodes[:, :1] == nodes[0] - nodes[0, 0]).all())
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
-        """See `extensions.principal_blocks`; differentiable."""
         return torch.stack([self._principal_block(block) for block in rows])
 
     def _principal_block(self, rows: Tensor) -> Tensor:

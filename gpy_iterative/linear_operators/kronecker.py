@@ -59,8 +59,9 @@ class KroneckerLinearOperator(KroneckerProductLinearOperator):
         product = points._matmul(right.flatten(-2)).unflatten(-1, right.shape[-2:])
         return (*of_points, *matrix_derivative(tasks, torch.einsum("...ais,...ajs->...ij", left, product)))
 
+    # Documented in `extensions.py`
+
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
-        """See `extensions.matrix_derivative`."""
         points, tasks = self.points, self.tasks
         blocks = weights.unflatten(-1, (-1, tasks.shape[-1])).unflatten(-3, (-1, tasks.shape[-2]))
         of_points = matrix_derivative(points, torch.einsum("...aibj,...ij->...ab", blocks, to_dense(tasks)))
@@ -68,8 +69,6 @@ class KroneckerLinearOperator(KroneckerProductLinearOperator):
             return (*of_points, *[None] * len(tasks.representation()))
         of_tasks = torch.einsum("...aibj,...ab->...ij", blocks, to_dense(points))
         return (*of_points, *matrix_derivative(tasks, of_tasks))
-
-    # Documented in `extensions.py`
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
         tasks = to_dense(self.tasks)

@@ -68,11 +68,9 @@ class RadialProductLinearOperator(TiledLinearOperator):
         return self.by_factor[0].tiles()
 
     def has_fast_products(self) -> bool:
-        """See `extensions.has_fast_products`."""
         return self.tiles().grid is not None
 
     def far_field_error(self) -> float | None:
-        """See `extensions.far_field_error`."""
         grid, field = self.tiles().grid, self.tiles().far_field()
         if grid is not None:
             return grid.far_field_error()
@@ -97,11 +95,9 @@ class RadialProductLinearOperator(TiledLinearOperator):
         return reduce(torch.mul, [factor.to_dense() for factor in self.factors])
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
-        """See `extensions.principal_blocks`; differentiable."""
         return reduce(torch.mul, [factor.principal_blocks(rows) for factor in self.factors])
 
     def kernel_inputs(self) -> Tensor:
-        """See `extensions.kernel_inputs`."""
         return torch.cat([factor.kernel_inputs() for factor in self.factors], dim=-1)
 
     def _on_factors(self, change: Callable[[RadialKernelLinearOperator], Any]) -> LinearOperator:
