@@ -56,6 +56,8 @@ def generator_or_seed(value: Any) -> torch.Generator | int | None:
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}: use {name}.to_dense().")
     finite = torch.isfinite(tensor)
     if not finite.all():
         index = tuple((~finite).nonzero()[0].tolist())

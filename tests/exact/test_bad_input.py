@@ -163,6 +163,19 @@ def test_the_likelihood_comes_first(mll_class: type) -> None:
         mll_class(case.model, case.model.likelihood)
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch's: a beta state, or no checks of invariants
+def test_sparse_inputs(layout: torch.layout) -> None:
+    case, mll = case_and_mll()
+    x = case.x.to_sparse(layout=layout)
+    model = Regression(x, case.y, case.likelihood, kernels.RBFKernel()).double()
+    for mll_class in MLLS:
+        with pytest.raises(ValueError, match=r"train_inputs must be a dense tensor.*train_inputs\.to_dense"):
+            mll_class(case.likelihood, model)
+    with pytest.raises(ValueError, match=r"x must be a dense tensor.*x\.to_dense"):
+        mll.posterior()(x)
+
+
 def test_arrays_for_test_inputs() -> None:
     case, mll = case_and_mll()
     with pytest.raises(ValueError, match="tensors, got ndarray"):
