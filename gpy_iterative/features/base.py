@@ -21,7 +21,12 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.exact.validation import LineSearchWatch, check_fit, check_layers, check_likelihood
 from gpy_iterative.features.validation import StandstillWatch, check_rows, checked_indices
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
-from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpacePrior, WeightSpaceProblem
+from gpy_iterative.features.weight_space.problem import (
+    FeatureBatch,
+    WeightSpacePrior,
+    WeightSpaceProblem,
+    check_one_output,
+)
 from gpy_iterative.features.weight_space.weights import (
     WeightDistribution,
     exact_log_marginal_likelihood,
@@ -338,6 +343,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             check_layers(self.model, batches=True)
         prior = prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()])
         if self.needs_features:
+            check_one_output(prior)
             return WeightSpacePrior(prior).features().basis.shape[-1]
         prior.lazy_covariance_matrix.diagonal()
         return 0

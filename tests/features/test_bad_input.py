@@ -6,6 +6,7 @@ import gpytorch
 import pytest
 import torch
 from gpytorch import kernels
+from gpytorch.distributions import MultitaskMultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from torch import Tensor
 
@@ -223,6 +224,22 @@ def test_several_outputs(name: str) -> None:
     mll = gpi.mlls.MinibatchMarginalLogLikelihood(case.likelihood, case.model, batch_size=8)
     with pytest.raises(ValueError, match="One output"):
         mll(case.model(case.x), case.y)
+
+
+@pytest.mark.parametrize("mll_class", MLLS[:3])
+def test_kernels_with_features_of_several_outputs(mll_class: type) -> None:
+    class Outputs(Regression):
+        def forward(self, x):
+            return MultitaskMultivariateNormal.from_batch_mvn(super().forward(x))
+
+    x, y = data(30)
+    shape = torch.Size([2])
+    for model_class in (Regression, Outputs):
+        likelihood = GaussianLikelihood()
+        kernel = kernels.RFFKernel(num_samples=6, num_dims=x.shape[-1], batch_shape=shape)
+        model = model_class(x, torch.stack([y, y]), likelihood, kernel, batch=(2,)).double()
+        with pytest.raises(ValueError, match=r"One output.*SumMarginalLogLikelihood"):
+            mll_class(likelihood, model)
 
 
 def test_another_number_of_features() -> None:

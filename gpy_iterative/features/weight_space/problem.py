@@ -56,6 +56,14 @@ class FeatureBatch:
         return torch.diag(1 / self.variances) + self.gram()
 
 
+def check_one_output(function_dist: MultivariateNormal) -> None:
+    if isinstance(function_dist, MultitaskMultivariateNormal) or function_dist.loc.dim() != 1:
+        raise ValueError(
+            f"One output and one model are supported, not a {type(function_dist).__name__} of batch shape "
+            f"{tuple(function_dist.batch_shape)}. Independent outputs: one model each, with SumMarginalLogLikelihood."
+        )
+
+
 class WeightSpacePrior:
     def __init__(self, function_dist: MultivariateNormal) -> None:
         parts = prior_parts(function_dist.lazy_covariance_matrix)
@@ -92,11 +100,7 @@ class WeightSpaceProblem:
         *,
         progress: Progress = False,
     ) -> None:
-        if isinstance(function_dist, MultitaskMultivariateNormal) or function_dist.loc.dim() != 1:
-            raise ValueError(
-                f"One output and one model are supported, not a {type(function_dist).__name__} of shape "
-                f"{tuple(function_dist.mean.shape)}. Independent outputs: one model each, with SumMarginalLogLikelihood."
-            )
+        check_one_output(function_dist)
         if target.shape != function_dist.loc.shape:
             raise ValueError(
                 f"The target's shape {tuple(target.shape)} is not the prior's, {tuple(function_dist.loc.shape)}: use one "
