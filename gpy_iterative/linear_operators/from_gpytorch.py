@@ -179,7 +179,10 @@ def operator_of_kernel(
         return product
     if isinstance(kernel, kernels.GridInterpolationKernel):
         _check_within_grid(kernel, x1 if x2 is None else torch.cat([x1.flatten(0, -2), x2.flatten(0, -2)]))
-    if isinstance(kernel.base_kernel if type(kernel) is kernels.AdditiveStructureKernel else kernel, _STRUCTURED):
+    inner = kernel
+    while type(inner) in (kernels.AdditiveStructureKernel, kernels.ScaleKernel):
+        inner = inner.base_kernel
+    if isinstance(inner, _STRUCTURED):
         found = evaluated(kernel, x1, x1 if x2 is None else x2)
         return GridLinearOperator(*found._args) if type(found) is InterpolatedLinearOperator else found
     return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=products, cache=cache)

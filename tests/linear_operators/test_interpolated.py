@@ -109,11 +109,12 @@ def test_a_diagonal_without_a_graph_takes_the_part_of_the_grid_that_one_row_sees
         torch.testing.assert_close(operator.diagonal(), expected.detach())  # is kept
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
-def test_additive_structure_has_fast_products() -> None:
+def test_additive_structure_has_fast_products(is_scaled: bool) -> None:
     """A training step by tiles of the whole matrix took six times as long as GPyTorch's."""
     base = kernels.GridInterpolationKernel(kernels.RBFKernel(), grid_size=20, num_dims=1, grid_bounds=[(-0.2, 1.2)])
-    kernel = kernels.AdditiveStructureKernel(base, 2).double()
+    kernel = kernels.AdditiveStructureKernel(kernels.ScaleKernel(base) if is_scaled else base, 2).double()
     x = points(30)
     operator, rows = operator_of_kernel(kernel, x, None, KernelProducts()), torch.tensor([[3, 7], [1, 29]])
     assert isinstance(operator, GridLinearOperator)
