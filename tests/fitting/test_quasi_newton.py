@@ -16,6 +16,7 @@ from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.steps import quasi_newton
 from gpy_iterative.fitting.steps.points import Point, Secant
 from gpy_iterative.fitting.steps.quasi_newton import QuasiNewton, updated
+from tests.exact.gaussian_models import Regression
 from tests.fitting.problems import climb, data, quiet, regression
 from tests.laplace.cases import LaplaceModel
 
@@ -166,6 +167,34 @@ def test_rounding_does_not_drown_the_curvature() -> None:
         torch.nn.init.constant_(mll.model.mean_module.weights, 1.8)
         diagonals.append(QuasiNewton(mll).settle().curvature.matrix.diagonal())
     torch.testing.assert_close(diagonals[1], diagonals[0], rtol=0.2, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_differences_do_not_lead_past_other_optima(dtype: torch.dtype) -> None:
+    """Two thousand periods: a hundredth more is twenty periods more, where the curvature is another one."""
+    x = 1000 * torch.rand(100, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = torch.sin(4 * math.pi * x[:, 0]) * torch.cos(x[:, 0] / 50)
+    y += 0.1 * torch.randn(100, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    envelope, wave = gpytorch.kernels.RBFKernel(), gpytorch.kernels.PeriodicKernel()
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x.to(dtype), y.to(dtype), likelihood, gpytorch.kernels.ScaleKernel(envelope * wave)).to(dtype)
+    envelope.lengthscale, wave.period_length, wave.lengthscale, likelihood.noise = 40.0, 0.5, 2.0, 0.01
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)
+    optimiser = QuasiNewton(mll)
+    found = optimiser.settle().curvature.matrix
+    mll.double()
+    model.set_train_data(x, y, strict=False)
+    coordinates = Coordinates(mll)
+    position, number = coordinates.read(), coordinates.names.index("covar_module.base_kernel.kernels.1.period_length")
+    slopes = []
+    for sign in (1, -1):
+        moved = position.clone()
+        moved[number] += sign * 1e-5
+        coordinates.write(moved)
+        slopes.append(coordinates.gradient(100 * mll(model(x), y))[number])
+    expected = (slopes[1] - slopes[0]) / 2e-5
+    assert expected > 1e4
+    torch.testing.assert_close(found[number, number], expected, rtol=0.2, atol=0.0)
 
 
 def test_a_coordinate_without_neighbours_is_undetermined(monkeypatch: pytest.MonkeyPatch) -> None:

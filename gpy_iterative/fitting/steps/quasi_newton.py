@@ -20,7 +20,8 @@ from gpy_iterative.fitting.stopping import has_converged
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 
-#: Moves for differences, in float64 and in float32; with units relative to larger values, and of at most so many nats.
+#: Moves for differences, in float64 and in float32; with units relative to larger values. A move of more nats (in float32:
+#: than the one in float64) may lead past other optima, as of a period.
 DIFFERENCE, ROUNDED_DIFFERENCE = 0.01, 0.1
 MOST_NATS = 0.05
 #: Least part that a shortened move keeps; shortenings before a coordinate counts as undetermined.
@@ -55,6 +56,7 @@ class QuasiNewton(LevenbergMarquardt):
         is_rounded = any(torch.finfo(each.dtype).bits < 64 for each in self.coordinates.parameters)
         difference = ROUNDED_DIFFERENCE if is_rounded else DIFFERENCE
         self._moves = torch.full_like(position, difference)
+        self._most_nats = torch.where(self.coordinates.has_units, MOST_NATS, MOST_NATS * (difference / DIFFERENCE) ** 2)
 
     def state(self) -> dict[str, Tensor]:
         matrix = {} if self._matrix is None else {"matrix": self._matrix}
@@ -139,7 +141,7 @@ class QuasiNewton(LevenbergMarquardt):
 
         The length of the move is kept: units are unknown at first, and a far neighbour has another curvature.
         """
-        epochs, has_units, start = 0.0, bool(self.coordinates.has_units[number]), float(self._moves[number])
+        epochs, most_nats, start = 0.0, float(self._most_nats[number]), float(self._moves[number])
         for _ in range(MAX_SHORTENED):
             part, neighbours = SHORTENED, self._neighbours(point.position, number)
             ends = [self._tried(place) for place in (neighbours if both_sides else neighbours[:1])]
@@ -152,9 +154,9 @@ class QuasiNewton(LevenbergMarquardt):
                     break
                 row = (first.gradient - last.gradient) / move
                 nats = float(row[number].abs() * move.square())
-                if not has_units or nats <= MOST_NATS:
+                if nats <= most_nats:
                     return row, epochs
-                part = max(part, math.sqrt(MOST_NATS / nats) / 2)
+                part = max(part, math.sqrt(most_nats / nats) / 2)
             self._moves[number] *= part
         self._moves[number] = start
         return torch.zeros_like(point.gradient), epochs
