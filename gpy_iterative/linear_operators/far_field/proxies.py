@@ -18,6 +18,8 @@ SMALLEST_GAP = 0.1
 MOST_DIMENSIONS = 3
 #: Rows of a far node, of which the nearest becomes a proxy.
 CANDIDATES = 3
+#: One in so many proxies, on odd slots, is the nearest of the far node's outermost rows, too.
+OUTERMOST = 8
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -84,10 +86,18 @@ def _drawn(
 def _nearest(positions: Tensor, nodes: Nodes, chosen: Tensor, generator: torch.Generator) -> Tensor:
     columns = positions.mT.contiguous()
     found, least = torch.zeros_like(chosen), positions.new_full(chosen.shape, torch.inf)
-    counts = nodes.counts[chosen]
+    candidates = []
     for _ in range(CANDIDATES):
-        uniform = random_numbers.uniform(chosen.shape, generator, chosen.device)
-        rows = nodes.rows[chosen, (uniform * counts).long()]
+        slots = random_numbers.uniform(chosen.shape, generator, chosen.device) * nodes.counts[chosen]
+        candidates.append(nodes.rows[chosen, slots.long()])
+    # Random rows miss one that lies apart: by far the nearest, it has the largest entries.
+    is_outermost = torch.arange(chosen.shape[1], device=chosen.device) % OUTERMOST == 1
+    for column in columns:
+        inside = column[nodes.rows]
+        for slot in (inside.argmin(1), inside.argmax(1)):
+            rows = nodes.rows.gather(1, slot.unsqueeze(1)).squeeze(1)
+            candidates.append(torch.where(is_outermost, rows[chosen], candidates[0]))
+    for rows in candidates:
         squares = torch.zeros_like(least)
         for column, low, high in zip(columns, nodes.low.unbind(1), nodes.high.unbind(1), strict=True):
             values = column[rows]

@@ -93,3 +93,16 @@ def test_proxies_are_near_rows_of_far_nodes() -> None:
     nearest = mean_gap()
     with mock.patch.object(proxies_module, "CANDIDATES", 1):
         assert nearest < 0.9 * mean_gap()
+
+
+def test_a_row_apart_is_a_proxy() -> None:
+    """By far the nearest, it has the largest entries, in which a node's weights had errors of any size without it."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8001, 1, generator=generator, dtype=torch.float64)
+    x[4001:] += 40
+    x[-1] = 25
+    levels, pairs = level_pairs(balanced_tree(x, 1), lambda gaps: gaps < 0)
+    proxies = level_proxies(x, levels, pairs, [160] * len(levels))[-1]
+    apart = len(x) - 1
+    (other,) = (node for node in range(2) if apart not in levels[-1].rows[node])
+    assert apart in proxies.rows[other]
