@@ -255,11 +255,11 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return self._run.having(parameters=dict(self.named_parameters(recurse=False)))
 
     def _differentiable(self, run: Run) -> Run:
-        # Values of the run, gradients to the module's parameters.
+        # Values of the run, gradients to the module's parameters; copies, as a refresh may come before backward.
         parameters = {}
         for name, value in run.parts["parameters"].items():
             own = self._parameters[name]
-            parameters[name] = own if value is own else value + (own - own.detach())
+            parameters[name] = own.clone() if value is own else value + (own - own.detach())
         return run.having(parameters=parameters)
 
     @torch.inference_mode(False)
