@@ -73,11 +73,8 @@ def latent_factor(
     kernels = function_kernels(operator)
     whole = operator if kernels is None else kernels
     parts = [whole[member] for member in range(latents)] if whole.batch_shape else [whole]
-    diagonals = [part.diagonal(dim1=-1, dim2=-2).detach() for part in parts]
-    built = [
-        recipe.build(NoisyLinearOperator(part, torch.full_like(diagonal, noise)), generator=generator)
-        for part, diagonal in zip(parts, diagonals, strict=True)
-    ]
+    noises = torch.full((whole.shape[-1],), noise, dtype=operator.dtype, device=operator.device)
+    built = [recipe.build(NoisyLinearOperator(part, noises), generator=generator) for part in parts]
     # Ranks may differ.
     rank = max(member.factor.shape[-1] for member in built)
     columns = torch.stack([functional.pad(member.factor, (0, rank - member.factor.shape[-1])) for member in built])
