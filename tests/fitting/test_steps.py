@@ -1,13 +1,11 @@
 """One step of average information, and what undoes it."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import gpytorch
 import pytest
 import torch
-from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
@@ -260,36 +258,6 @@ def test_units_of_the_inputs_do_not_matter() -> None:
         assert result.status is gpi.fitting.FitStatus.CONVERGED
         found.append((result.history[-1].value, model.covar_module.base_kernel.kernels[0].location.item() / scale))
     assert found[1] == pytest.approx(found[0], abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("effect", "solver", "dtype"),
-    [
-        (lambda p: p.cos() ** 2 + p.sin() ** 2, None, torch.float32),
-        (lambda p: 1 + 1e-12 * p, None, torch.float64),
-        (lambda p: 1 + 1e-12 * p, ITERATIVE, torch.float32),
-    ],
-)
-def test_a_parameter_without_effect_stays(
-    effect: Callable[[Tensor], Tensor], solver: gpi.solvers.Solver | None, dtype: torch.dtype
-) -> None:
-    """Its gradient and curvature are rounding errors."""
-
-    class Ineffective(gpytorch.kernels.MaternKernel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_parameter("parameter", torch.nn.Parameter(torch.tensor(0.3)))
-
-        def forward(self, x1: Tensor, x2: Tensor, **params: object) -> Tensor:
-            return super().forward(x1, x2, **params) * effect(self.parameter)
-
-    x, y = data(60)
-    likelihood, kernel = gpytorch.likelihoods.GaussianLikelihood(), Ineffective()
-    model = Regression(x.to(dtype), y.to(dtype), likelihood, gpytorch.kernels.ScaleKernel(kernel)).to(dtype)
-    result = gpi.fit(gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, solver=solver), progress=False)
-    assert result.status in (gpi.fitting.FitStatus.CONVERGED, gpi.fitting.FitStatus.NOISE)
-    assert abs(kernel.parameter.item()) < 5
-    assert result.standard_errors["covar_module.base_kernel.parameter"] is None
 
 
 def test_a_slope_of_a_constant_input_is_not_determined() -> None:

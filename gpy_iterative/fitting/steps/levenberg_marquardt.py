@@ -34,8 +34,6 @@ RADIUS = 2.0
 RELATIVE_RADIUS = 0.9
 #: For undetermined coordinates, per datum; with units relative to the diagonal.
 RIDGE = 1e-6
-#: Information per datum that is rounding errors.
-ROUNDING = torch.finfo(torch.float64).eps
 #: Relative to the diagonal of A: largest at first, least after a poor step.
 FIRST_DAMPING, POOR_DAMPING = 1.0, 1e-2
 #: Gained part of the prediction.
@@ -206,11 +204,8 @@ class LevenbergMarquardt(ABC):
         is_lowest, is_highest = self.coordinates.at_bounds(point.position)
         held = (is_lowest & (gradient < 0)) | (is_highest & (gradient > 0))
         diagonal = curvature.matrix.diagonal()
-        # The curvature gives coordinates with units a scale. Where a move by the value, or by one, changes nothing, it is a
-        # rounding error. A parameter of the mean may be small in the units of the targets.
-        seen = diagonal * point.position.square().clamp_min(1.0)
-        is_seen = torch.where(curvature.linear, diagonal > 0, seen > ROUNDING * point.num_data)
-        has_scale = self.coordinates.has_units & is_seen
+        # The curvature gives coordinates with units a scale.
+        has_scale = self.coordinates.has_units & (diagonal > 0)
         scale = torch.where(has_scale, diagonal, point.num_data)
         # With units: by its value, or its standard error if that is larger. A curvature per datum would not do: a task's
         # covariances depend on few degrees of freedom, however many data there are.
