@@ -160,7 +160,8 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             rows, run = next_rows(begun, "rows", num_data, size)
         else:
             rows, run = checked_indices(indices, num_data), begun
-        loss, run = self._step(problem, rows.to(target.device), self._differentiable(run))
+        loss, after = self._step(problem, rows.to(target.device), self._differentiable(run))
+        run = after.having(parameters=run.parts["parameters"])  # which share no memory with the graph
         if not torch.isfinite(loss):
             raise NonFiniteError(
                 "The mini-batch's loss is not finite. Standardise the targets, use a smaller learning rate, or bound the "

@@ -63,7 +63,7 @@ class StateDescription:
                 f"The training state has format {found.get('format')!r}, and this version of gpy_iterative reads "
                 f"{FORMAT}. {_WITHOUT}"
             )
-        layout, state = found.pop(_LAYOUT), {name: value for name, value in state.items() if name != _NAME}
+        layout, state = found.pop(_LAYOUT, None), {name: value for name, value in state.items() if name != _NAME}
         names = [name for name in self.entries | found if found.get(name) != self.entries.get(name)]
         if "method" in names:  # options differ anyway
             names = ["method"]
@@ -98,7 +98,7 @@ def _read(state: Mapping[str, Any]) -> dict[str, Any]:
         return dict(json.loads(bytes(state[_NAME].tolist())))
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # no tensor, bytes or JSON
         raise ValueError(
-            f"This is no training state: its description is missing or cannot be read. {TAKE_IT}"
+            f"This is no training state: its description is missing or cannot be read. {TAKE_IT} {_WITHOUT}"
         ) from error
 
 

@@ -285,14 +285,20 @@ def test_copies_go_their_own_way(method: str) -> None:
             torch.testing.assert_close(step(twin, its), values, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("change", ["refresh", "optimiser"])
 @pytest.mark.parametrize("method", WITH_WEIGHTS)
-def test_a_refresh_before_the_backward_pass_leaves_the_gradient(method: str) -> None:
+def test_a_change_of_the_weights_before_the_backward_pass_leaves_the_gradient(method: str, change: str) -> None:
     case = feature_case(KERNELS["fourier"](), n=30)
     mll = spoiled(method, case, batch_size=8, generator=3)
     twin = copy.deepcopy(mll)
     expected = step(twin, Case(twin.model, twin.likelihood, case.x, case.y))
     value = mll(case.model(case.x), case.y)
-    mll.refresh()
+    if change == "refresh":
+        mll.refresh()
+    else:  # as an optimiser does
+        with torch.no_grad():
+            for weights in mll.parameters(recurse=False):
+                weights.add_(1.0)
     value.backward()
     gradients = [p.grad.reshape(-1) for p in mll.parameters() if p.grad is not None]
     torch.testing.assert_close(torch.cat([value.detach().reshape(1), *gradients]), expected, rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 from typing import Any
 
 import pytest
@@ -49,7 +50,11 @@ def test_what_is_no_state_of_this_class_is_refused(name: str) -> None:
     for garbled in (torch.ones(2), "text", description[:-1]):
         assert_refused(run.mll, state | {"description": garbled}, "cannot be read")
     without = {key: tensor for key, tensor in state.items() if key != "description"}
-    assert_refused(run.mll, without, "no training state")
+    assert_refused(run.mll, without, "Training can go on without it")
+    entries = json.loads(bytes(description.tolist()))
+    del entries["dtypes and shapes"]
+    shorter = torch.tensor(list(json.dumps(entries).encode()), dtype=torch.uint8)
+    assert_refused(run.mll, state | {"description": shorter}, "no training state: entries were added")
     fewer = {name: state[name] for name in state if name != "generator"}
     for changed in (
         fewer,
