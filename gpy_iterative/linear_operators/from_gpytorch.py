@@ -232,8 +232,12 @@ def _check_within_grid(kernel: kernels.GridInterpolationKernel, inputs: Tensor) 
 def _sum(operators: list[LinearOperator]) -> LinearOperator:
     noises = [part.noise for part in operators if isinstance(part, NoisyLinearOperator)]
     plain = [part.kernel if isinstance(part, NoisyLinearOperator) else part for part in operators]
+    others = [part for part in plain if not isinstance(part, DiagLinearOperator)]
+    if others:  # jitter in a plain sum
+        noises += [part.diagonal() for part in plain if isinstance(part, DiagLinearOperator)]
+        plain = others
     total = plain[0] if len(plain) == 1 else SumLinearOperator(*plain)
-    return NoisyLinearOperator(total, reduce(torch.add, noises)) if noises else total
+    return NoisyLinearOperator(total, reduce(torch.add, noises).expand(total.shape[:-1])) if noises else total
 
 
 def _times(operator: LinearOperator, constant: Tensor) -> LinearOperator:
@@ -348,6 +352,8 @@ def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> 
     if isinstance(covariance, AddedDiagLinearOperator):
         jitter = added_diagonal(covariance)[..., observed]
         return AddedDiagLinearOperator(masked_covariance(covariance._linear_op, observed), DiagLinearOperator(jitter))
+    if isinstance(covariance, DiagLinearOperator):
+        return DiagLinearOperator(covariance.diagonal()[..., observed])
     if isinstance(covariance, SumLinearOperator):
         return SumLinearOperator(*(masked_covariance(part, observed) for part in covariance.linear_ops))
     if isinstance(covariance, ConstantMulLinearOperator):

@@ -3,6 +3,7 @@
 from functools import cached_property
 
 import torch
+from linear_operator import LinearOperator
 from linear_operator.operators import (
     ConstantMulLinearOperator,
     InterpolatedLinearOperator,
@@ -21,7 +22,8 @@ _STATIONARY = (ToeplitzLinearOperator, KroneckerProductLinearOperator, ConstantM
 class GridLinearOperator(InterpolatedLinearOperator):
     """W G W'^T for the kernel matrix G of a grid and sparse W [n, g] and W' [m, g]."""
 
-    # linear_operator's own matrices take PyTorch's deprecated storage, which warns.
+    # linear_operator's own matrices take PyTorch's deprecated storage, which warns; its `matmul` makes another one.
+    matmul = LinearOperator.matmul
 
     def _sparse_left_interp_t(self, indices: Tensor, values: Tensor) -> Tensor:
         return self._left if indices.dim() == 2 else super()._sparse_left_interp_t(indices, values)

@@ -32,7 +32,7 @@ class ObservedLinearOperator(MaskedLinearOperator):
         return rows_matmul(self.base, self.observed[rows], self._expand(rhs, self.col_mask))
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
-        index = self.observed[columns]
+        index = self.col_mask.nonzero().squeeze(-1)[columns]
         if not len(index):
             return rhs.new_zeros(len(self.observed), rhs.shape[-1])
         span = slice(int(index[0]), int(index[-1]) + 1)

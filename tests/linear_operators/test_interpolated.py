@@ -41,7 +41,7 @@ def points(n: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [60, 200])
-def test_dense_matrices_and_derivatives_take_no_tensor_of_all_nodes(rows: int) -> None:
+def test_products_dense_matrices_and_derivatives_take_no_tensor_of_all_nodes(rows: int) -> None:
     """A row has 16 nodes: with 4,000 rows, 1 GB."""
     n = 120
     kernel, operator = made(points(rows), points(n, seed=1))
@@ -49,6 +49,7 @@ def test_dense_matrices_and_derivatives_take_no_tensor_of_all_nodes(rows: int) -
     weights = torch.randn(rows, n, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with torch.no_grad(), _LargestTensor() as largest:
         torch.testing.assert_close(operator.to_dense(), expected.detach())
+        torch.testing.assert_close(operator @ torch.eye(n, dtype=torch.float64), expected.detach())
         torch.testing.assert_close(dense_rows(operator, torch.tensor([3, 1])), expected.detach()[[3, 1]])
         found = matrix_derivative(operator, weights)
     assert largest.size <= 4 * rows * n

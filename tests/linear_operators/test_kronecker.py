@@ -16,7 +16,7 @@ from linear_operator.operators import (
 
 import gpy_iterative as gpi
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
-from gpy_iterative.linear_operators.extensions import rows_matmul
+from gpy_iterative.linear_operators.extensions import columns_matmul, rows_matmul
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
@@ -107,13 +107,15 @@ def test_derivatives_are_those_of_the_dense_matrix(name: str) -> None:
                 torch.testing.assert_close(ours, theirs)
 
 
-def test_rows_of_a_rectangular_product() -> None:
-    """Kronecker products counted their columns for rows."""
+def test_rows_and_columns_of_a_rectangular_product() -> None:
+    """Kronecker products counted their columns for rows, products by entries their rows for columns."""
     rows, vectors = torch.tensor([-1, 0, 3]), leaf(5 * TASKS, 2, seed=5).detach()
     for operator in (OPERATORS["rectangular"](), hadamard(columns=5)):
         matrix, rhs = dense(operator).detach(), vectors[: operator.shape[-1]]
         with torch.no_grad():
             torch.testing.assert_close(rows_matmul(operator, rows, rhs), matrix[rows] @ rhs)
+            found = columns_matmul(operator, slice(1, 4), rhs[1:4])
+            torch.testing.assert_close(found, matrix[:, 1:4] @ rhs[1:4])
 
 
 def test_products_with_one_task() -> None:

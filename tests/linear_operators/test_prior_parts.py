@@ -3,9 +3,11 @@
 import pytest
 import torch
 from gpytorch import kernels
-from linear_operator.operators import DenseLinearOperator
+from linear_operator.operators import DenseLinearOperator, DiagLinearOperator, SumLinearOperator
 
 from gpy_iterative.errors import SpectralDensityMissingError
+from gpy_iterative.linear_operators import KernelProducts, kernel_operator
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import kernel_terms
 from tests.exact.gaussian_models import data
 
@@ -18,6 +20,21 @@ def test_terms_of_a_sum() -> None:
     assert terms[0].scale is None
     assert terms[1].scale.item() == 0.5
     torch.testing.assert_close(terms[0].inputs, x[:, [0, 2]])
+
+
+def test_jitter_in_a_plain_sum_is_noise() -> None:
+    """linear_operator makes such sums of `k1(x) + k2(x)` and `k3(x).add_jitter()`; else nobody would draw it."""
+    x, _ = data(20)
+    kernel, diagonal = kernels.RBFKernel().double(), torch.rand(20, generator=torch.Generator().manual_seed(0)).double()
+    jitter, observed = DiagLinearOperator(diagonal), torch.arange(20) > 3
+    covariance = SumLinearOperator(kernel(x), SumLinearOperator(3 * kernel(x), jitter) * 0.5)
+    assert len(kernel_terms(covariance)) == len(kernel_terms(covariance, observed)) == 2
+    operator = kernel_operator(covariance, KernelProducts())
+    assert isinstance(operator, NoisyLinearOperator)
+    torch.testing.assert_close(operator.noise, 0.5 * diagonal)
+    torch.testing.assert_close(operator.to_dense(), covariance.to_dense())
+    diagonals = SumLinearOperator(jitter, jitter)
+    torch.testing.assert_close(kernel_operator(diagonals, KernelProducts()).to_dense(), 2 * diagonal.diag())
 
 
 def test_a_bare_matrix_has_no_terms() -> None:
