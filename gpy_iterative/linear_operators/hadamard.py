@@ -42,7 +42,7 @@ class HadamardLinearOperator(ObservedLinearOperator):
 
     @cached_property
     def column_tasks(self) -> Tensor:
-        return self.col_mask.nonzero().squeeze(-1) % len(self.tasks)
+        return self.observed_columns % len(self.tasks)
 
     def _size(self) -> torch.Size:
         return self.points.shape

@@ -26,13 +26,17 @@ class ObservedLinearOperator(MaskedLinearOperator):
         """Numbers of the rows."""
         return self.row_mask.nonzero().squeeze(-1)
 
+    @cached_property
+    def observed_columns(self) -> Tensor:
+        return self.observed if self.row_eq_col_mask else self.col_mask.nonzero().squeeze(-1)
+
     # Documented in `extensions.py`
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
         return rows_matmul(self.base, self.observed[rows], self._expand(rhs, self.col_mask))
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
-        index = self.col_mask.nonzero().squeeze(-1)[columns]
+        index = self.observed_columns[columns]
         if not len(index):
             return rhs.new_zeros(len(self.observed), rhs.shape[-1])
         span = slice(int(index[0]), int(index[-1]) + 1)
@@ -43,7 +47,7 @@ class ObservedLinearOperator(MaskedLinearOperator):
         return principal_blocks(self.base, self.observed[rows])
 
     def dense_rows(self, rows: Tensor) -> Tensor:
-        return dense_rows(self.base, self.observed[rows])[..., self.observed]
+        return dense_rows(self.base, self.observed[rows])[..., self.observed_columns]
 
     def kernel_inputs(self) -> Tensor | None:
         inputs = kernel_inputs(self.base)
