@@ -18,8 +18,8 @@ SMALLEST_GAP = 0.1
 MOST_DIMENSIONS = 3
 #: Rows of a far node, of which the nearest becomes a proxy.
 CANDIDATES = 3
-#: One in so many proxies, on odd slots, is the nearest of the far node's outermost rows, too.
-OUTERMOST = 8
+#: Slots, odd ones, whose candidates are the far node's outermost rows, too.
+OUTERMOST = slice(1, None, 8)
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -86,25 +86,26 @@ def _drawn(
 def _nearest(positions: Tensor, nodes: Nodes, chosen: Tensor, generator: torch.Generator) -> Tensor:
     columns = positions.mT.contiguous()
     found, least = torch.zeros_like(chosen), positions.new_full(chosen.shape, torch.inf)
-    candidates = []
-    for _ in range(CANDIDATES):
-        slots = random_numbers.uniform(chosen.shape, generator, chosen.device) * nodes.counts[chosen]
-        candidates.append(nodes.rows[chosen, slots.long()])
-    # Random rows miss one that lies apart: by far the nearest, it has the largest entries.
-    is_outermost = torch.arange(chosen.shape[1], device=chosen.device) % OUTERMOST == 1
-    for column in columns:
-        inside = column[nodes.rows]
-        for slot in (inside.argmin(1), inside.argmax(1)):
-            rows = nodes.rows.gather(1, slot.unsqueeze(1)).squeeze(1)
-            candidates.append(torch.where(is_outermost, rows[chosen], candidates[0]))
-    for rows in candidates:
-        squares = torch.zeros_like(least)
+
+    def compare(rows: Tensor, slots: slice) -> None:
+        squares = torch.zeros_like(least[:, slots])
         for column, low, high in zip(columns, nodes.low.unbind(1), nodes.high.unbind(1), strict=True):
             values = column[rows]
             outside = values - torch.clamp(values, low.unsqueeze(1), high.unsqueeze(1))
             squares.addcmul_(outside, outside)
-        is_nearer = squares < least
-        found, least = torch.where(is_nearer, rows, found), torch.where(is_nearer, squares, least)
+        is_nearer = squares < least[:, slots]
+        found[:, slots] = torch.where(is_nearer, rows, found[:, slots])
+        least[:, slots] = torch.where(is_nearer, squares, least[:, slots])
+
+    for _ in range(CANDIDATES):
+        place = random_numbers.uniform(chosen.shape, generator, chosen.device) * nodes.counts[chosen]
+        compare(nodes.rows[chosen, place.long()], slice(None))
+    # Random rows miss one that lies apart: by far the nearest, it has the largest entries.
+    for column in columns:
+        inside = column[nodes.rows]
+        for place in (inside.argmin(1), inside.argmax(1)):
+            rows = nodes.rows.gather(1, place.unsqueeze(1)).squeeze(1)
+            compare(rows[chosen[:, OUTERMOST]], OUTERMOST)
     return found
 
 
