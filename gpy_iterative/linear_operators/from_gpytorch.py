@@ -13,7 +13,6 @@ from gpytorch.likelihoods import Likelihood, MultitaskGaussianLikelihood
 from gpytorch.likelihoods.noise_models import FixedGaussianNoise, HeteroskedasticNoise, MultitaskHomoskedasticNoise
 from linear_operator import LinearOperator, to_dense, to_linear_operator
 from linear_operator.operators import (
-    AddedDiagLinearOperator,
     ConstantMulLinearOperator,
     DiagLinearOperator,
     InterpolatedLinearOperator,
@@ -84,8 +83,6 @@ def kernel_operator(
         if by_dimension or covariance.params:
             return evaluated(kernel, x1, x2, diag=False, last_dim_is_batch=by_dimension, **covariance.params)
         return operator_of_kernel(kernel, x1, None if same else x2, products, cache)
-    if isinstance(covariance, AddedDiagLinearOperator):
-        return NoisyLinearOperator(kernel_operator(covariance._linear_op, products, cache), added_diagonal(covariance))
     if isinstance(covariance, SumLinearOperator):
         parts = enumerate(covariance.linear_ops)
         return _sum([kernel_operator(part, products, cache.part(str(i))) for i, part in parts])
@@ -233,7 +230,7 @@ def _sum(operators: list[LinearOperator]) -> LinearOperator:
     noises = [part.noise for part in operators if isinstance(part, NoisyLinearOperator)]
     plain = [part.kernel if isinstance(part, NoisyLinearOperator) else part for part in operators]
     others = [part for part in plain if not isinstance(part, DiagLinearOperator)]
-    if others:  # jitter in a plain sum
+    if others:  # jitter from the model's `forward`
         noises += [part.diagonal() for part in plain if isinstance(part, DiagLinearOperator)]
         plain = others
     total = plain[0] if len(plain) == 1 else SumLinearOperator(*plain)
@@ -250,11 +247,6 @@ def _times(operator: LinearOperator, constant: Tensor) -> LinearOperator:
         # linear_operator would scale the root: K(x, X) has none, and rounds otherwise.
         return ConstantMulLinearOperator(operator, constant)
     return operator * constant.unsqueeze(-1).unsqueeze(-1)
-
-
-def added_diagonal(covariance: AddedDiagLinearOperator) -> Tensor:
-    """The jitter [*b, n] from the model's `forward`."""
-    return covariance._diag_tensor.diagonal(dim1=-1, dim2=-2).expand(covariance.shape[:-1])
 
 
 def noise_operator(
@@ -349,9 +341,6 @@ def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> 
     if isinstance(covariance, LazyEvaluatedKernelTensor) and covariance.shape[-1] == covariance.x1.shape[-2]:
         index = observed.nonzero().squeeze(-1)
         return covariance[..., index, :][..., :, index]
-    if isinstance(covariance, AddedDiagLinearOperator):
-        jitter = added_diagonal(covariance)[..., observed]
-        return AddedDiagLinearOperator(masked_covariance(covariance._linear_op, observed), DiagLinearOperator(jitter))
     if isinstance(covariance, DiagLinearOperator):
         return DiagLinearOperator(covariance.diagonal()[..., observed])
     if isinstance(covariance, SumLinearOperator):
