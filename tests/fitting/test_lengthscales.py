@@ -95,6 +95,21 @@ def test_a_gradient_of_two_standard_errors_is_worth_a_look(errors: float, is_not
     assert (shorter(optimiser.coordinates, optimiser.point, noisy) is not None) is is_noticed
 
 
+def test_a_lengthscale_that_only_sets_outliers_apart_is_not_shortened() -> None:
+    """Elevators went to 4e-13: two rows were alone at 1, where the gradient is that of entries of 1e-30."""
+    mll = regression(100, solver=ITERATIVE)
+    inputs, targets = mll.model.train_inputs[0].float(), mll.model.train_targets.float()
+    inputs[:, 2], inputs[10, 2], inputs[20, 2], targets[10] = 0.0, 54.0, 109.0, 6.0
+    mll.float()
+    mll.model.set_train_data(inputs, targets, strict=False)
+    mll.model.covar_module.base_kernel.lengthscale = 0.7
+    optimiser = far_out(mll)
+    found = optimiser.assess()
+    clear = replace(found, samples=found.gradient.expand(3, -1) / 2.5)
+    assert found.gradient[-1] < 0 < found.curvature.matrix[-1, -1] < 10 * found.gradient[-1].square()
+    assert shorter(optimiser.coordinates, optimiser.point, clear) is None
+
+
 def test_lengthscales_are_shortened_within_their_bounds() -> None:
     mll = unnoticed(None)
     kernel: Any = mll.model.covar_module.base_kernel

@@ -20,6 +20,8 @@ from gpy_iterative.worker_threads import CPU
 FIRST_PART = 0.1
 #: Standard errors of a gradient that is worth an evaluation, which then decides.
 NOTICED = 2.0
+#: Of a logarithm. Less comes from entries next to zero: an outlier is alone already, at any shorter lengthscale, too.
+LEAST_INFORMATION = 1e-30
 
 
 def shorter(coordinates: Coordinates, point: Point, found: Assessment) -> Tensor | None:
@@ -31,7 +33,9 @@ def shorter(coordinates: Coordinates, point: Point, found: Assessment) -> Tensor
     gradient, information = found.gradient, found.curvature.matrix.diagonal()
     is_far = _are_in(irrelevant_inputs(coordinates, found.curvature.matrix), coordinates)
     noise = found.samples.square().mean(0).sqrt() if len(found.samples) else torch.zeros_like(gradient)
-    is_seen = (-gradient > NOTICED * noise) & (gradient.square() > 2 * LEFT * information) & (information > 0)
+    is_seen = (
+        (-gradient > NOTICED * noise) & (gradient.square() > 2 * LEFT * information) & (information > LEAST_INFORMATION)
+    )
     is_noticed = is_far & is_seen & ~found.held
     if not is_noticed.any():
         return None
