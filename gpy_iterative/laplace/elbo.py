@@ -8,15 +8,16 @@ With features Psi = K S L^-T, L L^T = S^T K S, the prior is f = m + Psi u + rest
 
     b = Psi^T E[g],   Q = I + Psi^T E[W] Psi,
 
-with g and W the likelihood's gradient and negative Hessian. If Psi is a root of K,
+with g and W the likelihood's gradient and negative Hessian. There, with Z = [E[g], E[W] Psi R^-T], R R^T = Q, and its part
+Y = S (S^T K S)^-1 S^T K Z (Z itself if Psi is a root of K),
 
-    dB/dK = (c c^T - P) / 2,   dB/dm = c = E[g],   P = E[W] - E[W] Sigma E[W].
+    dB = <dK, Y Z^T - Y Y^T / 2> - sum_n <dK_nn, E[W_n]> / 2,   dB/dm = E[g].
 
 Steps are natural gradients (Khan and Lin 2017, "Conjugate-computation variational inference").
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.basis import inverse_root
 from gpy_iterative.linear_operators.latent import LatentPrior
-from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, jittered_cholesky
+from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.linear_solvers.solution import SolveStatus
 
 #: Relative jitter of covariance blocks.
@@ -113,14 +114,7 @@ def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: L
     """Over all Gaussians, from dense matrices: O((n C)^3) per step."""
     kernel = prior.operator.to_dense().detach().double()
     features, _ = jittered_cholesky(kernel, "The kernel matrix")
-    blocks = prior.point_blocks().detach().double()
-    problem = BoundProblem(likelihood, prior.mean.double(), features, torch.zeros_like(blocks), _variances(blocks))
-    posterior, status = _maximised(problem, solution)
-    roots = torch.linalg.solve_triangular(posterior.factor, features.mT, upper=False).mT
-    roots = (posterior.curvature @ problem.by_point(roots)).flatten(0, 1)
-    gradient = posterior.gradient.flatten()
-    left = torch.outer(gradient, gradient) + roots @ roots.mT - torch.block_diag(*posterior.curvature)
-    return _estimate(problem, posterior, status, left / 2, None)
+    return _estimate(prior, likelihood, solution, features, lambda columns: (columns @ columns.mT / 2, None))
 
 
 @torch.no_grad()
@@ -129,41 +123,40 @@ def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
     actions, images = solution.inverse.actions, solution.inverse.images
     whitening = inverse_root(actions.mT @ images, torch.finfo(prior.operator.dtype).eps)
     features = images @ whitening
-    blocks = prior.point_blocks().detach().double()
-    known = features.view(*prior.mean.shape, features.shape[-1])
-    rest = blocks - known @ known.mT
-    if prior.num_latents == 1:
-        rest = rest.clamp_min(0)
-    problem = BoundProblem(likelihood, prior.mean.double(), features, rest, _variances(blocks))
-    posterior, status = _maximised(problem, solution)
-    # At the maximum, for T = K S and G = S^T T, in coordinates with G = I,
-    # dB = <E[g] b^T + E[W] Psi (I - Q^-1), dT> - <b b^T + (Q - I) (I - Q^-1), dG> / 2 - <E[W], dK_nn> / 2.
-    b, precision = posterior.coefficients, posterior.precision
-    covariance = CholeskyFactor(posterior.factor, posterior.factor.dtype).inverse()
-    identity = torch.eye(len(b), dtype=b.dtype, device=b.device)
-    weighted = (posterior.curvature @ known).flatten(0, 1)
-    right = torch.outer(posterior.gradient.flatten(), b) + weighted @ (identity - covariance)
-    inner = torch.outer(b, b) + precision - 2 * identity + covariance
-    right = right - actions @ (whitening @ inner) / 2
-    right = right @ whitening.mT
-    return _estimate(problem, posterior, status, actions, right, -posterior.curvature / 2)
+
+    def factors(columns: Tensor) -> tuple[Tensor, Tensor]:
+        known = actions @ (whitening @ (features.mT @ columns))
+        return known, columns - known / 2
+
+    return _estimate(prior, likelihood, solution, features, factors)
 
 
 def _estimate(
-    problem: BoundProblem,
-    posterior: Gaussian,
-    status: SolveStatus,
-    left: Tensor,
-    right: Tensor | None,
-    diagonal: Tensor | None = None,
+    prior: LatentPrior,
+    likelihood: PointwiseLikelihood,
+    solution: LaplaceSolution,
+    features: Tensor,
+    factors: Callable[[Tensor], tuple[Tensor, Tensor | None]],
 ) -> ObjectiveEstimate:
+    blocks = prior.point_blocks().detach().double()
+    known = features.view(*prior.mean.shape, -1)
+    rest = blocks - known @ known.mT
+    if prior.num_latents == 1:
+        rest = rest.clamp_min(0)
+    scale = blocks.diagonal(dim1=-2, dim2=-1).mean(-1)
+    problem = BoundProblem(likelihood, prior.mean.double(), features, rest, scale)
+    posterior, status = _maximised(problem, solution)
+    weighted = (posterior.curvature @ known).flatten(0, 1)
+    roots = torch.linalg.solve_triangular(posterior.factor, weighted.mT, upper=False).mT
+    left, right = factors(torch.cat([posterior.gradient.view(-1, 1), roots], dim=-1))
+
     def expected_log_prob() -> Tensor:
-        roots, total = _roots(posterior.blocks, problem.scale), torch.zeros_like(problem.scale[0])
+        roots, total = _roots(posterior.blocks, scale), torch.zeros_like(scale[0])
         for samples, _, weights in _samples(posterior.means, roots):
-            total = total + weights @ problem.likelihood.log_probs(samples).sum(-1)
+            total = total + weights @ likelihood.log_probs(samples).sum(-1)
         return total
 
-    value = problem.scale.new_tensor(posterior.bound)
+    value = scale.new_tensor(posterior.bound)
     return ObjectiveEstimate(
         value=value,
         value_sem=torch.zeros_like(value),
@@ -176,7 +169,7 @@ def _estimate(
             f"The search for the largest lower bound ended with status {status.name.lower()}: value and gradient are those "
             "of a smaller one. Bound the outputscale."
         ),
-        diagonal=diagonal,
+        diagonal=-posterior.curvature / 2,
     )
 
 
@@ -288,7 +281,3 @@ def _samples(means: Tensor, roots: Tensor) -> Iterator[tuple[Tensor, Tensor, Ten
     count = max(SAMPLED_LATENTS // means.numel(), 1)
     for some, of_some in zip(nodes.split(count), weights.split(count), strict=True):
         yield means + torch.einsum("ncd,kd->knc", roots, some), some, of_some
-
-
-def _variances(blocks: Tensor) -> Tensor:
-    return blocks.diagonal(dim1=-2, dim2=-1).mean(-1)

@@ -339,6 +339,16 @@ def test_a_bound_that_is_not_the_largest_is_told(monkeypatch: pytest.MonkeyPatch
         mll(problem.model(problem.x), problem.y)
 
 
+def test_a_search_that_finds_no_higher_bound_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = case("logit", n=30)
+    problem.model.covar_module.outputscale = 1e3
+    monkeypatch.setattr("gpy_iterative.laplace.elbo.SHORTEST_STEP", 1.0)  # full steps overshoot
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo")
+    with pytest.warns(ConvergenceWarning, match="largest lower bound ended with status stagnated"):
+        mll(problem.model(problem.x), problem.y)
+    assert mll.report.status is SolveStatus.STAGNATED
+
+
 def test_a_bound_that_is_not_finite() -> None:
     problem = case("poisson-log", n=15)
     problem.model.covar_module.outputscale = 1e7
