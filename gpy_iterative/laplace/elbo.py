@@ -32,7 +32,7 @@ from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.basis import inverse_root
 from gpy_iterative.linear_operators.latent import LatentPrior
-from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
+from gpy_iterative.linear_solvers.cholesky import jittered_cholesky, positive_factor
 from gpy_iterative.linear_solvers.solution import SolveStatus
 
 #: Relative jitter of covariance blocks.
@@ -267,12 +267,7 @@ def _roots(blocks: Tensor, scale: Tensor) -> Tensor:
         return blocks.clamp_min(torch.finfo(blocks.dtype).tiny).sqrt()
     identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
     jitter = (JITTER * scale).view(-1, 1, 1) * identity
-    factor, info = torch.linalg.cholesky_ex(blocks + jitter)
-    if info.any():
-        raise NonFiniteError(
-            "A covariance of a point's latent values has no Cholesky factor: use float64, or bound the outputscale."
-        )
-    return factor
+    return positive_factor(blocks + jitter).lower
 
 
 def _samples(means: Tensor, roots: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
