@@ -22,7 +22,7 @@ from gpy_iterative.laplace.mode import check_targets_fit, observed_data
 from gpy_iterative.laplace.model import IterativeLaplaceGP
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.dense import LaplaceCholesky
-from gpy_iterative.laplace.newton.newton import default_laplace_solver
+from gpy_iterative.laplace.newton.newton import chosen_solver
 from gpy_iterative.laplace.posterior import LaplacePosterior
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, num_latents
@@ -156,7 +156,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         observed, targets, known = observed_data(target, params)
         prior = latent_prior(function_dist, self.products, self._cache, observed)
         likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents, known)
-        solver = default_laplace_solver(prior.size) if self.solver is None else self.solver
+        solver = chosen_solver(self.solver, prior.size)
         prior = solver.prior_for(prior)
         generator = self._run.generator()
         with torch.inference_mode(False), torch.no_grad():
@@ -195,11 +195,8 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
 
     def has_exact_values(self) -> bool:
         """Whether value and gradient take no probes."""
-        latents, targets = self._num_latents(), self.model.train_targets
-        if latents is None or targets is None:
-            return False
-        solver = default_laplace_solver(latents * len(targets)) if self.solver is None else self.solver
-        return isinstance(solver, LaplaceCholesky)
+        size = self._num_latents() * len(self.model.train_targets)
+        return isinstance(chosen_solver(self.solver, size), LaplaceCholesky)
 
     @property
     def _weights(self) -> Tensor | None:
@@ -219,11 +216,8 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         self.model.keep_params(params)
 
     @torch.no_grad()
-    def _num_latents(self) -> int | None:
-        known: Any = self.model.train_inputs
-        if not known:
-            return None
-        inputs = [x[..., :2, :] for x in known]
+    def _num_latents(self) -> int:
+        inputs = [x[:2] for x in self.model.train_inputs]
         model, _ = evaluation_copies(self.model, self.likelihood)  # a forward pass may change layers
         return num_latents(prior_at(model, inputs))
 

@@ -82,12 +82,11 @@ class IterativeLaplaceGP(GP):
         self.likelihood, self.num_refinements = likelihood, num_refinements
         self.solver, self.seed = solver, checked_seed(seed)
         self.products = KernelProducts() if products is None else products
-        self.train_inputs: tuple[Tensor, ...] | None = None
-        self.train_targets: Tensor | None = None
         self.likelihood_params: LikelihoodParams | None = None
         self._posterior: LaplacePosterior | None = None
         self._posterior_options: tuple[Any, ...] = ()  # at its construction
-        self.set_train_data(train_inputs, train_targets)
+        self.train_inputs, self.train_targets = _as_inputs(train_inputs), train_targets
+        self.set_train_data()
 
     def set_train_data(
         self, inputs: Tensor | Iterable[Tensor] | None = None, targets: Tensor | None = None, strict: bool = False
@@ -95,14 +94,14 @@ class IterativeLaplaceGP(GP):
         """Replaces the training data by data of any size, or raises ValueError and changes nothing."""
         new_inputs = self.train_inputs if inputs is None else _as_inputs(inputs)
         new_targets = self.train_targets if targets is None else targets
-        if not isinstance(new_targets, Tensor | None):
+        if not isinstance(new_targets, Tensor):
             raise TypeError(
                 f"The training targets must be a tensor, got {type(new_targets).__name__}: use torch.as_tensor(...)."
             )
-        for index, x in enumerate(new_inputs or ()):
+        for index, x in enumerate(new_inputs):
             if x.dim() != 2:
                 raise ValueError(f"The training inputs must be [n, d], got {tuple(x.shape)}: one model is one problem.")
-            if new_targets is not None and new_targets.shape[:1] != x.shape[:1]:
+            if new_targets.shape[:1] != x.shape[:1]:
                 raise ValueError(
                     f"There are {len(x)} training inputs, and targets of shape {tuple(new_targets.shape)}: pass one "
                     "target for each input."
@@ -120,8 +119,8 @@ class IterativeLaplaceGP(GP):
         if not self.training:
             return self.posterior()(*inputs)
         given = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
-        known = self.train_inputs or ()
-        if gpytorch.settings.debug.on() and not (len(given) == len(known) and all(map(torch.equal, known, given))):
+        is_known = len(given) == len(self.train_inputs) and all(map(torch.equal, self.train_inputs, given))
+        if gpytorch.settings.debug.on() and not is_known:
             raise RuntimeError(
                 "In training mode the model takes only its training inputs: call model.eval() to predict at others."
             )
@@ -234,17 +233,14 @@ class IterativeLaplaceGP(GP):
 
     @property
     def _dtype(self) -> torch.dtype:
-        inputs = (self.train_inputs or (torch.zeros(()),))[0]
-        return inputs.dtype if inputs.is_floating_point() else torch.get_default_dtype()
+        dtype = self.train_inputs[0].dtype
+        return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed + 2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IterativeLaplaceGP":
-        if self.train_inputs is not None:
-            self.train_inputs = tuple(map(fn, self.train_inputs))
-        if self.train_targets is not None:
-            self.train_targets = fn(self.train_targets)
+        self.train_inputs, self.train_targets = tuple(map(fn, self.train_inputs)), fn(self.train_targets)
         if self.likelihood_params is not None:
             self.likelihood_params.apply(fn)
         self._posterior = None
@@ -254,8 +250,8 @@ class IterativeLaplaceGP(GP):
         return {**self.__dict__, "_posterior": None}
 
 
-def _as_inputs(inputs: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
-    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+def _as_inputs(inputs: Tensor | Iterable[Tensor] | None) -> tuple[Tensor, ...]:
+    given = (inputs,) if isinstance(inputs, Tensor | None) else tuple(inputs)
     if not given or not all(isinstance(x, Tensor) for x in given):
         kinds = ", ".join({type(x).__name__ for x in given}) or "nothing"
         raise TypeError(

@@ -21,7 +21,7 @@ from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
 from gpy_iterative.laplace.mode import LaplaceFit, ModeReport, check_targets_fit, observed_data
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
-from gpy_iterative.laplace.newton.newton import default_laplace_solver
+from gpy_iterative.laplace.newton.newton import chosen_solver
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem
 from gpy_iterative.laplace.paths import (
     LaplaceSamplePaths,
@@ -37,7 +37,7 @@ from gpy_iterative.random_numbers import normal
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
-from gpy_iterative.training.training_system import check_has_data, check_inputs, check_order, prior_at
+from gpy_iterative.training.training_system import check_inputs, check_order, prior_at
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,6 @@ class LaplacePosterior:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _found(self, initial_weights: Tensor | None) -> LaplaceFit:
-        check_has_data(self.model)
         check_inputs(self.model)
         snapshot = ModelSnapshot.of(self.model, self.likelihood)
         inputs, targets = list(snapshot.model.train_inputs), snapshot.model.train_targets
@@ -236,8 +235,7 @@ class LaplacePosterior:
         return LaplaceFit(snapshot, inputs, prior, likelihood, distribution, is_single, *found)
 
     def _mode_solver(self, prior: LatentPrior) -> LaplaceSolver:
-        solver = default_laplace_solver(prior.size) if self._solver is None else self._solver
-        return solver.for_predictions(prior.size)
+        return chosen_solver(self._solver, prior.size).for_predictions(prior.size)
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self._seed)

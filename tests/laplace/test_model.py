@@ -656,6 +656,7 @@ def make(**changes: Any) -> LaplaceModel:
     ("changes", "error", "match"),
     [
         ({"x": inputs(6).index_fill(0, torch.tensor(2), torch.nan)}, ValueError, r"train_inputs\[0\]\[2, 0\] is nan"),
+        ({"x": None}, TypeError, "training inputs must be a tensor, or several of them, got NoneType"),
         ({"y": torch.zeros(5)}, ValueError, r"6 training inputs, and targets of shape \(5,\)"),
         ({"x": inputs(6).expand(2, 6, 2)}, ValueError, r"must be \[n, d\]"),
         ({"likelihood": gpytorch.likelihoods.LaplaceLikelihood()}, UnsupportedLikelihoodError, "LaplaceLikelihood"),

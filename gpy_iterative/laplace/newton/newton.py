@@ -80,8 +80,9 @@ class LaplaceNewton(LaplaceSolver):
         return _SubspaceSteps(problem, self)
 
 
-def default_laplace_solver(size: int) -> LaplaceSolver:
-    return LaplaceCholesky() if size <= EXACT_LATENTS else LaplaceNewton()
+def chosen_solver(given: LaplaceSolver | None, size: int) -> LaplaceSolver:
+    """For n C = `size` latent values."""
+    return given or (LaplaceCholesky() if size <= EXACT_LATENTS else LaplaceNewton())
 
 
 @dataclass(frozen=True)
