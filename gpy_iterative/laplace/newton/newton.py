@@ -108,8 +108,8 @@ class _SubspaceSteps(StepSolver):
         self._generator = given_or_seeded(problem.generator)
         self._num_further = options.num_covariance_actions or 0
         known = 0 if problem.initial_solution is None else problem.initial_solution.inverse.rank
-        added = options.max_inner * (1 if options.preconditioner is None else 2) + self._num_further
-        self.basis = ActionBasis(problem.prior.size, max(options.max_rank, known) + added, problem.mean)
+        capacity = max(options.max_rank, known) + options.max_inner + self._num_further
+        self.basis = ActionBasis(problem.prior.size, capacity, problem.mean)
         self._factor: LatentFactor | None = None
         self._preconditioner: NewtonPreconditioner | None = None
         if problem.initial_solution is not None:
@@ -123,11 +123,9 @@ class _SubspaceSteps(StepSolver):
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
         self._keep_warm_start(iterate, curvature)
         options, system = self._options, GalerkinSystem(self.basis, curvature)
-        # A reused subspace may give no ascent direction.
-        first = iterate.error.unsqueeze(-1) if options.preconditioner is None else None
-        v, image = self._solved(system, iterate, options.max_inner, first)
+        v, image = self._solved(system, iterate, options.max_inner)
         dv, df = v - iterate.v, self._problem.mean + image - iterate.f
-        if not float(iterate.error @ df) > 0:
+        if not float(iterate.error @ df) > 0:  # a reused subspace may give no ascent direction
             dv, df = self._steepest(curvature, iterate.error)
         if self.basis.count > options.max_rank:
             system.compress(self._rhs(iterate, curvature), options.max_rank)
@@ -157,10 +155,8 @@ class _SubspaceSteps(StepSolver):
     def _rhs(self, iterate: Iterate, curvature: Curvature) -> Tensor:
         return iterate.f - self._problem.mean + _apply(curvature.pinv, iterate.gradient)
 
-    def _solved(
-        self, system: GalerkinSystem, iterate: Iterate, limit: int, first: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Solution v and K v; `first` are the first actions."""
+    def _solved(self, system: GalerkinSystem, iterate: Iterate, limit: int) -> tuple[Tensor, Tensor]:
+        """Solution v and K v."""
         curvature, rhs = system.curvature, self._rhs(iterate, system.curvature)
         target = FORCING * _whitened_norm(curvature, iterate.error)  # residual of v
         v, image = (part.squeeze(-1) for part in self._galerkin(system, rhs.unsqueeze(-1)))
@@ -168,12 +164,11 @@ class _SubspaceSteps(StepSolver):
             # W r without W^+, which cancels.
             weighted = _apply(curvature.matmul, iterate.f - self._problem.mean - image)
             weighted = weighted + _apply(curvature.project, iterate.gradient - v)
-            ascends = inner > 0 or float(iterate.error @ (self._problem.mean + image - iterate.f)) > 0
-            if ascends and _whitened_norm(curvature, weighted) <= target:
+            if _whitened_norm(curvature, weighted) <= target:
                 break
-            is_given = inner == 0 and first is not None
-            actions = first if is_given else self._actions(weighted, curvature, None if ascends else iterate.error)
-            change = self._act(system, actions, rhs.unsqueeze(-1))
+            is_first = inner == 0 and self._options.preconditioner is None
+            action = iterate.error if is_first else self._action(weighted, curvature)
+            change = self._act(system, action.unsqueeze(-1), rhs.unsqueeze(-1))
             if change is None:
                 break
             v, image = v + change[0].squeeze(-1), image + change[1].squeeze(-1)
@@ -206,17 +201,16 @@ class _SubspaceSteps(StepSolver):
             v, image = v + change[0], image + change[1]
         return taken
 
-    def _actions(self, weighted: Tensor, curvature: Curvature, error: Tensor | None) -> Tensor:
+    def _action(self, weighted: Tensor, curvature: Curvature) -> Tensor:
         recipe = self._options.preconditioner
         if recipe is None:
-            return weighted.unsqueeze(-1)
+            return weighted
         if self._factor is None:
             self._factor = latent_factor(recipe, self._problem.prior, curvature, self._generator)
             self.overhead += self._factor.build_epochs
         if self._preconditioner is None or self._preconditioner.curvature is not curvature:
             self._preconditioner = NewtonPreconditioner(self._factor, curvature)
-        direction = self._preconditioner.solve(weighted)
-        return torch.stack([direction] if error is None else [direction, error], dim=-1)
+        return self._preconditioner.solve(weighted)
 
     def _act(self, system: GalerkinSystem, actions: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor] | None:
         """Adds actions [N, b]; changes of v and K v [N, c], or None."""
