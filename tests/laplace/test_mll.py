@@ -12,6 +12,7 @@ from torch import Tensor
 import gpy_iterative as gpi
 from gpy_iterative.errors import ConvergenceWarning, NonFiniteError
 from gpy_iterative.laplace.elbo import subspace_bound
+from gpy_iterative.laplace.evidence import _indefinite_adjoint
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
 from gpy_iterative.laplace.mode import observed_data
 from gpy_iterative.linear_operators import KernelProducts, latent_prior
@@ -337,6 +338,27 @@ def test_a_bound_that_is_not_the_largest_is_told(monkeypatch: pytest.MonkeyPatch
     mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo")
     with pytest.warns(ConvergenceWarning, match="largest lower bound ended with status budget_exhausted"):
         mll(problem.model(problem.x), problem.y)
+
+
+def test_an_adjoint_that_takes_too_many_products_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = case("negative-binomial", n=30)
+    monkeypatch.setattr("gpy_iterative.laplace.evidence.MAX_ADJOINT_PRODUCTS", 3)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceNewton(), generator=0)
+    with pytest.warns(ConvergenceWarning, match="solve for the gradient ended with status budget_exhausted"):
+        mll(problem.model(problem.x), problem.y)
+
+
+def test_there_is_no_adjoint_where_no_mode_is() -> None:
+    prior = case("negative-binomial", n=30).prior()
+    for curvature, expected in ((-0.1, SolveStatus.CONVERGED), (-10.0, SolveStatus.DIVERGED)):
+        hessian = torch.full((30, 1, 1), curvature, dtype=torch.float64)
+        source = torch.cos(torch.arange(30.0, dtype=torch.float64))
+        adjoint, _, status = _indefinite_adjoint(prior, hessian, source, 1e-10)
+        assert status is expected
+        assert torch.isfinite(adjoint).all()
+        if status is SolveStatus.CONVERGED:
+            whole = torch.eye(30, dtype=torch.float64) + curvature * prior.operator.to_dense()
+            torch.testing.assert_close(whole @ adjoint, source)
 
 
 def test_a_search_that_finds_no_higher_bound_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
