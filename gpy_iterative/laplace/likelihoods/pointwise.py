@@ -27,17 +27,16 @@ INDEFINITE = 1e-8
 class CurvatureFloor:
     """The least eigenvalue, relative to the largest but not above `most`, or a softmax's least class probability."""
 
-    eigenvalue: float
-    probability: float
+    least: float
     most: float = math.inf
 
 
 #: For Newton steps, where saturated points would dominate W^+; the mode does not change.
-STEP_FLOOR = CurvatureFloor(1e-4, 1e-5)
+STEP_FLOOR = CurvatureFloor(1e-5)
 #: For a covariance with W^+ and float64 or float32 kernel products.
-COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32 = CurvatureFloor(1e-10, 1e-10), CurvatureFloor(1e-6, 1e-6)
+COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32 = CurvatureFloor(1e-10), CurvatureFloor(1e-6)
 #: Without W^+.
-NO_FLOOR = CurvatureFloor(0.0, 0.0)
+NO_FLOOR = CurvatureFloor(0.0)
 
 
 def check_laplace_likelihood(likelihood: Likelihood) -> None:
@@ -208,7 +207,7 @@ class PointwiseLikelihood:
                 f"{self.name} is registered as log-concave, but its log density is not concave at latent values up to "
                 f"{float(f.abs().max()):.3g}: use register_curvature(..., log_concave=None), which checks each value."
             )
-        return curvature_of_blocks(blocks, floor=floor.eigenvalue, most=floor.most)
+        return curvature_of_blocks(blocks, floor=floor.least, most=floor.most)
 
     def _generic_log_prob(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
         latents = f.squeeze(-1) if self.num_latents == 1 else f
@@ -229,7 +228,7 @@ class PointwiseLikelihood:
         return distribution.log_prob(targets)
 
     def _softmax_curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
-        p = torch.softmax(softmax_logits(self.likelihood, f).detach(), -1).clamp_min(floor.probability)
+        p = torch.softmax(softmax_logits(self.likelihood, f).detach(), -1).clamp_min(floor.least)
         p = p / p.sum(-1, keepdim=True)
         check_finite_at(f, "A class probability", p)
         if self.likelihood.mixing_weights is None:

@@ -50,7 +50,7 @@ class SmoothedLikelihood(PointwiseLikelihood):
     def _softmax_curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
         blocks = self.hessian(f)
         check_finite_at(f, "A class probability", blocks)
-        return curvature_of_blocks(blocks, floor=floor.eigenvalue, basis=self.visible_basis.to(f))
+        return curvature_of_blocks(blocks, floor=floor.least, basis=self.visible_basis.to(f))
 
 
 def symmetric_roots(blocks: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def test_classes_do_not_see_what_they_share(name: str) -> None:
     torch.testing.assert_close(whole.project(x), plain.project(x), rtol=1e-8, atol=1e-9)  # the same range
     torch.testing.assert_close(whole.root(whole.root_t(x)), whole.matmul(x))
     torch.testing.assert_close(whole.matmul(whole.pinv(x)), whole.project(x), rtol=1e-6, atol=1e-8)
-    floored = found.curvature(f, CurvatureFloor(0.5, 0.5))
+    floored = found.curvature(f, CurvatureFloor(0.5))
     assert floored.eigenvalues.min() >= 0.5 * whole.eigenvalues.max() - 1e-12
 
 
