@@ -119,8 +119,8 @@ class IterativeLaplaceGP(GP):
         if not self.training:
             return self.posterior()(*inputs)
         given = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
-        is_known = len(given) == len(self.train_inputs) and all(map(torch.equal, self.train_inputs, given))
-        if gpytorch.settings.debug.on() and not is_known:
+        known = self.train_inputs
+        if gpytorch.settings.debug.on() and not (len(given) == len(known) and all(map(torch.equal, known, given))):
             raise RuntimeError(
                 "In training mode the model takes only its training inputs: call model.eval() to predict at others."
             )
