@@ -23,6 +23,7 @@ from gpy_iterative.linear_operators.extensions import (
     principal_block,
     rows_matmul,
 )
+from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.latent import latent_operator
 from gpy_iterative.linear_operators.radial.functions import MATERN12, MATERN32, MATERN52, RATIONAL_QUADRATIC, RBF
 from tests.devices import moved
@@ -71,6 +72,11 @@ def generic(device: torch.device) -> LinearOperator:
     )
 
 
+def hadamard(device: torch.device) -> LinearOperator:
+    numbers = (torch.arange(N) % 3).to(device)
+    return HadamardLinearOperator.of(radial(MATERN32)(device), leaf(device, 3, 3), numbers, numbers)
+
+
 def noisy(device: torch.device) -> LinearOperator:
     return NoisyLinearOperator(radial(MATERN32)(device), leaf(device, N, seed=2).detach().square())
 
@@ -81,6 +87,7 @@ MAKERS = {
     "batch": radial(RATIONAL_QUADRATIC, batch=(2,)),
     "spread": spread,
     "generic": generic,
+    "hadamard": hadamard,
     "noisy": noisy,
     "repeated": lambda device: latent_operator(radial(RBF)(device), 2, shared=True),
 }
@@ -176,7 +183,7 @@ def test_a_far_field(device: torch.device) -> None:
 
 def test_products_never_wait_for_the_device() -> None:
     with SimulatedDevice() as simulated:
-        for make in (radial(MATERN32), radial(RATIONAL_QUADRATIC, batch=(2,)), generic, noisy):
+        for make in (radial(MATERN32), radial(RATIONAL_QUADRATIC, batch=(2,)), generic, hadamard, noisy):
             operator = make(DEVICE)
             right = random(*operator.batch_shape, N, 3).to(DEVICE)
             with torch.no_grad():
