@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from linear_operator import LinearOperator, to_dense, to_linear_operator
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from gpy_iterative.linear_operators.extensions import dense_rows, matrix_derivative, principal_block
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
@@ -24,8 +23,12 @@ class HadamardLinearOperator(ObservedLinearOperator):
         cls, points: LinearOperator, tasks: Tensor, row_tasks: Tensor, column_tasks: Tensor
     ) -> "HadamardLinearOperator":
         """Of K [*b, n, m], B [T, T] and the tasks t of rows [n] and columns [m]."""
-        masks = [one_hot(numbers, len(tasks)).flatten().bool() for numbers in (row_tasks, column_tasks)]
-        return cls(KroneckerLinearOperator(points, to_linear_operator(tasks)), *masks)
+        sides, count = (row_tasks, column_tasks), len(tasks)
+        observed = [torch.arange(len(own), device=own.device) * count + own for own in sides]
+        masks = [own.new_zeros(len(own) * count, dtype=torch.bool).index_fill_(0, own, True) for own in observed]
+        found = cls(KroneckerLinearOperator(points, to_linear_operator(tasks)), *masks)
+        found.observed, found.observed_columns = observed  # to read them from masks takes most of the time
+        return found
 
     @property
     def points(self) -> LinearOperator:
