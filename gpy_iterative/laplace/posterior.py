@@ -37,7 +37,7 @@ from gpy_iterative.random_numbers import normal
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
-from gpy_iterative.training.training_system import check_inputs, check_order, prior_at
+from gpy_iterative.training.training_system import check_has_data, check_inputs, check_order, prior_at
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +210,7 @@ class LaplacePosterior:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _found(self, initial_weights: Tensor | None) -> LaplaceFit:
+        check_has_data(self.model)
         check_inputs(self.model)
         snapshot = ModelSnapshot.of(self.model, self.likelihood)
         inputs, targets = list(snapshot.model.train_inputs), snapshot.model.train_targets

@@ -208,8 +208,9 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         self._run = self._points.followed(self._run)
         return super().training_state()
 
-    def _resumed(self, run: Run) -> Run:
-        return self._points.resumed(run.mapped(lambda tensor: tensor.to(self.model.device)))
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        super().load_training_state(state)
+        self._run = self._points.resumed(self._run.mapped(lambda tensor: tensor.to(self.model.device)))
 
     def _description(self) -> StateDescription:
         return StateDescription.of(

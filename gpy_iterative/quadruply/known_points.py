@@ -203,14 +203,9 @@ class KnownPoints:
         return run.having(latent=vars(KnownLatent.start(self._frozen(run), part["x"])))
 
     def resumed(self, run: Run) -> Run:
-        """A loaded run, whose basis is that of this process. Raises ValueError if the model has other weights."""
+        """A loaded run, whose basis is that of this process."""
         if (part := run.parts.get("latent")) is None:
             return run
-        if not torch.equal(part["weights"], _weights(self.model).to(part["weights"])):
-            raise ValueError(
-                "This training state belongs to other weights than the model's: load the model's state_dict() before the "
-                "training state."
-            )
         return run.having(latent={**part, "writes": _identities(self.model)})
 
     def _keeps_rows(self, call: Call, run: Run) -> bool:

@@ -144,10 +144,6 @@ class Resumable(torch.nn.Module):
         if self._params is not None:
             self._params.apply(function)
 
-    def _resumed(self, run: Run) -> Run:
-        """A loaded run, for this model."""
-        return run
-
     def training_state(self) -> dict[str, Tensor]:
         """A dict of tensors that, with the `state_dict()`s of model and optimiser, resumes a run exactly.
 
@@ -164,7 +160,7 @@ class Resumable(torch.nn.Module):
         run = self._run.loaded(self._description().taken_from(state))
         part = run.parts.get("params")
         params = None if part is None else LikelihoodParams.from_bytes(part["bytes"])
-        self._run, self._params = self._resumed(run.having(params=None)), params
+        self._run, self._params = run.having(params=None), params
         inputs = getattr(self.model, "train_inputs", None)
         if inputs:
             self._move_run(lambda tensor: tensor.to(inputs[0].device))

@@ -345,22 +345,6 @@ def test_training_goes_on_after_weights_that_were_no_numbers(points: int | None)
     torch.testing.assert_close(total, known_latent(mll).total)
 
 
-def test_a_training_state_comes_after_the_state_of_its_model() -> None:
-    mll, model, x, y = make()
-    optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
-    (-mll(model(x), y)).backward()
-    optimizer.step()
-    state = mll.training_state()
-    again, its_model, *_ = make()
-    before = again._run
-    with pytest.raises(ValueError, match=r"load the model's state_dict\(\) before the training state"):
-        again.load_training_state(state)
-    assert again._run is before
-    its_model.load_state_dict(model.state_dict())
-    again.load_training_state(state)
-    assert torch.equal(again(its_model(x), y), mll(model(x), y))
-
-
 def test_states_of_other_models() -> None:
     mll, model, x, y = make()
     mll(model(x), y)

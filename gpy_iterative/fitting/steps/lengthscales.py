@@ -21,7 +21,7 @@ FIRST_PART = 0.1
 #: Standard errors of a gradient that is worth an evaluation, which then decides.
 NOTICED = 2.0
 #: Of a logarithm. Less comes from entries next to zero: an outlier is alone already, at any shorter lengthscale, too.
-LEAST_INFORMATION = 1e-30
+LEAST_INFORMATION = 1e-40
 
 
 def shorter(coordinates: Coordinates, point: Point, found: Assessment) -> Tensor | None:
