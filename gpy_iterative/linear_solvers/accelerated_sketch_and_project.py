@@ -79,19 +79,15 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         iterate.value.copy_(state.ahead)
         iterate.value[rows] += update
         torch.sub(state.ahead_residual, product, out=iterate.residual)
-        if state.is_accelerated:
-            self._accelerate(iterate, state, rows, update, product)
-        else:
-            state.ahead.copy_(iterate.value)
-            state.ahead_residual.copy_(iterate.residual)
+        self._look_ahead(iterate, state, rows, update, product)
         return state if state.way_back.growth(iterate.residual) <= 1 else self._give_up(iterate, state)
 
-    def _accelerate(self, iterate: Iterate, state: _State, rows: Tensor, update: Tensor, product: Tensor) -> None:
+    def _look_ahead(self, iterate: Iterate, state: _State, rows: Tensor, update: Tensor, product: Tensor) -> None:
         blocks = max(len(state.ahead) / self.block_size, 1.0)
         convexity = CONVEXITY / blocks
         keep = 1 - math.sqrt(convexity / blocks)
         stride = 1 / math.sqrt(convexity * blocks)
-        share = 1 / (1 + stride * blocks)
+        share = 1 / (1 + stride * blocks) if state.is_accelerated else 0.0
         state.momentum.lerp_(state.ahead, 1 - keep)
         state.momentum[rows] += stride * update
         state.momentum_residual.lerp_(state.ahead_residual, 1 - keep).sub_(product, alpha=stride)
