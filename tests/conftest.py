@@ -45,6 +45,13 @@ def same_start() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """An accelerator: one that is not there, and CUDA where it is."""

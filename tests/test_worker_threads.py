@@ -6,7 +6,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,11 +15,8 @@ from gpy_iterative.worker_threads import PARTS_PER_THREAD, divided, num_threads,
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def two_threads() -> None:
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def in_another_thread(function):

@@ -9,11 +9,11 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.linear_operators import KernelProducts
-from gpy_iterative.models import IterativeLaplaceGP
 from gpy_iterative.solvers import AlternatingProjections, Cholesky, ConjugateGradients
 from tests import oracles
 from tests.devices import moved
 from tests.exact.gaussian_models import Regression
+from tests.laplace.cases import LaplaceModel
 
 N = 40
 TIGHT = ConjugateGradients(tolerance=1e-9, probe_tolerance=1e-9)
@@ -78,21 +78,11 @@ def test_training_and_predictions(name: str, device: torch.device) -> None:
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
 
 
-class Counts(IterativeLaplaceGP):
-    def __init__(self, x: Tensor, y: Tensor, likelihood: gpytorch.likelihoods.Likelihood, **options: object) -> None:
-        super().__init__(x, y, likelihood, **options)
-        self.mean_module = gpytorch.means.ConstantMean()
-        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
-
-    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
 def laplace(device: torch.device) -> dict[str, Tensor]:
     x, _, y = oracles.problem(N)
     x, y = x.to(device), y.exp().round().to(device)
     likelihood = gpi.likelihoods.PoissonLogLikelihood()
-    model = moved(Counts(x, y, likelihood).double(), device)
+    model = moved(LaplaceModel(x, y, likelihood).double(), device)
     mll = gpi.mlls.LaplaceMarginalLogLikelihood(likelihood, model, generator=0)
     value = mll(model(x), y)
     value.backward()

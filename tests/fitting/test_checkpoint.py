@@ -16,6 +16,7 @@ from gpy_iterative.fitting import checkpoint
 from gpy_iterative.fitting.steps.adam import AdamSteps
 from tests.exact.gaussian_models import CASES, Regression
 from tests.fitting.problems import ITERATIVE, data, features, quiet, regression
+from tests.laplace.cases import Exposed, LaplaceModel
 
 
 @pytest.mark.parametrize("solver", [None, ITERATIVE], ids=["exact", "iterative"])
@@ -348,7 +349,7 @@ def test_other_arguments_of_the_likelihood_are_refused(tmp_path: Path) -> None:
 
     def fit(params: tuple[Any, ...], steps: int) -> None:
         likelihood = Exposed()
-        model = LatentCounts(x, counts, likelihood).double()
+        model = LaplaceModel(x, counts, likelihood).double()
         mll = gpi.mlls.LaplaceMarginalLogLikelihood(likelihood, model, generator=0)
         quiet(mll, checkpoint=file, max_steps=steps, params=params)
 
@@ -357,22 +358,6 @@ def test_other_arguments_of_the_likelihood_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"other params="):
             fit(params, 2)
     fit((exposure,), 2)
-
-
-class Exposed(gpi.likelihoods.PoissonLogLikelihood):
-    """Counts with exposures, 1 where none are given."""
-
-    def forward(self, function_samples: torch.Tensor, exposure: torch.Tensor | float = 1.0) -> Any:
-        return torch.distributions.Poisson(exposure * function_samples.exp())
-
-
-class LatentCounts(gpi.models.IterativeLaplaceGP):
-    def __init__(self, x: torch.Tensor, y: torch.Tensor, likelihood: gpytorch.likelihoods.Likelihood) -> None:
-        super().__init__(x, y, likelihood)
-        self.mean_module, self.covar_module = gpytorch.means.ConstantMean(), ScaleKernel(RBFKernel())
-
-    def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
 @pytest.mark.parametrize("method", ["average_information", "adam"])

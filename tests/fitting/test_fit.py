@@ -534,16 +534,6 @@ def test_adam_with_fixed_random_features_ends_at_their_optimum() -> None:
     assert "error unknown" in str(result)
 
 
-class Classes(gpi.models.IterativeLaplaceGP):
-    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        super().__init__(x, y, gpytorch.likelihoods.BernoulliLikelihood())
-        self.mean_module = gpytorch.means.ConstantMean()
-        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
-
-    def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
 def test_adam_moves_large_values_relatively() -> None:
     mll = regression(60)
     best = dense_optimum(regression(60))
@@ -569,7 +559,7 @@ def test_a_step_of_adam_neither_jumps_to_a_bound_nor_drowns_in_rounding(constrai
 
 def test_laplace_by_adam() -> None:
     x, y = data(80)
-    model = Classes(x, (y > 0.5).double()).double()
+    model = LaplaceModel(x, (y > 0.5).double(), gpytorch.likelihoods.BernoulliLikelihood()).double()
     mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
     result = quiet(mll, max_steps=15, method="adam")
     assert result.method == "adam"
@@ -653,9 +643,9 @@ def test_the_first_row_counts_the_time_of_the_start(monkeypatch: pytest.MonkeyPa
 
 def test_subsets_of_a_model_that_is_no_exact_process_are_refused_before_work() -> None:
     x, y = data(80)
-    model = Classes(x, (y > 0.5).long()).double()
+    model = LaplaceModel(x, (y > 0.5).long(), gpytorch.likelihoods.BernoulliLikelihood()).double()
     mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
-    with pytest.raises(ValueError, match=r"Classes with BernoulliLikelihood: train from"):
+    with pytest.raises(ValueError, match=r"LaplaceModel with BernoulliLikelihood: train from"):
         quiet(mll, start="subsets")
 
 

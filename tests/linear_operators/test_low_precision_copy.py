@@ -3,7 +3,7 @@
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import gpytorch
@@ -259,18 +259,9 @@ def held(operator: RadialKernelLinearOperator) -> tuple[int, int]:
     return operator.cache.own_bytes, operator.cache.low_precision.own_bytes
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Which tile takes the last room is chance between several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("room", [8 * ENTRIES, 8 * 64, 0])
 def test_native_tiles_get_what_the_twin_leaves(room: int) -> None:
+    torch.set_num_threads(1)  # which tile takes the last room is chance between several
     native, lowered = torch.ones(N, 1).double(), torch.ones(N, 1)
     operator = radial("float32", cache_memory=4 * ENTRIES + room).detach()
     for _ in range(2):

@@ -39,17 +39,9 @@ from gpy_iterative.linear_operators.tiles.cache import Tile
 from gpy_iterative.linear_operators.tiles.tiles import Tiles
 from gpy_iterative.worker_threads import ByDevice
 from tests.linear_operators.radial.test_operator import inputs
+from tests.linear_operators.test_generic_kernel import UserKernel
 
 N = 21
-
-
-class _OneByOne(Kernel):
-    """Takes two lists of points, and no batches of them."""
-
-    has_lengthscale = True
-
-    def forward(self, x1: torch.Tensor, x2: torch.Tensor, **params) -> torch.Tensor:
-        return torch.exp(-(x1[:, None] - x2[None]).abs().sum(-1) / self.lengthscale)
 
 
 def radial(cache_memory: int | None = None) -> RadialKernelLinearOperator:
@@ -179,7 +171,7 @@ def test_blocks_with_many_inputs_keep_their_digits(dtype: torch.dtype) -> None:
     torch.testing.assert_close(principal_blocks(operator, rows), (1.7 * torch.exp(-u / 2)).to(dtype))
 
 
-@pytest.mark.parametrize("kernel", [RBFKernel() * PeriodicKernel(), _OneByOne()], ids=["takes a batch", "takes none"])
+@pytest.mark.parametrize("kernel", [RBFKernel() * PeriodicKernel(), UserKernel()], ids=["takes a batch", "takes none"])
 def test_blocks_of_a_kernel_that_may_take_no_batch(kernel: Kernel) -> None:
     operator = GenericKernelLinearOperator.of_kernel(kernel.double(), inputs(N, 2).double())
     rows = torch.arange(N).view(7, 3)  # as many points in a set as sets that are tried together, and more

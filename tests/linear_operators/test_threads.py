@@ -1,7 +1,7 @@
 """One operator and several threads, which share its products."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import gpytorch
 import pytest
@@ -14,13 +14,6 @@ from gpy_iterative.linear_operators.radial.functions import MATERN32, RATIONAL_Q
 
 SIZE, DIMENSION = 150, 3
 PRODUCTS = KernelProducts(tile_size=16)
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def inputs(*batch: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from gpy_iterative.preconditioners.neighbours import maximin_order, random_order
 from gpy_iterative.solvers import ConjugateGradients, SolveStatus, russian_roulette_solve
 from gpy_iterative.truncation import ExponentialTruncation
 from gpy_iterative.worker_threads import ByDevice, divided
+from tests.linear_operators.test_generic_kernel import UserKernel
 from tests.oracles import problem
 
 N = 60
@@ -48,15 +49,6 @@ def field(
 def generic(x: Tensor, kernel: gpytorch.kernels.Kernel) -> NoisyLinearOperator:
     operator = GenericKernelLinearOperator.of_kernel(kernel.to(x.dtype), x)
     return NoisyLinearOperator(operator, torch.full(operator.shape[:1], 0.1, dtype=x.dtype))
-
-
-class UserKernel(gpytorch.kernels.Kernel):
-    """Written by somebody else: it takes no batch."""
-
-    has_lengthscale = True
-
-    def forward(self, x1: Tensor, x2: Tensor, **params) -> Tensor:
-        return torch.exp(-(x1[:, None] - x2[None]).abs().sum(-1) / self.lengthscale)
 
 
 def one_kernel_and_another(x: Tensor) -> NoisyLinearOperator:
@@ -145,14 +137,11 @@ def test_samples_have_the_covariance_and_their_duals_are_its_solves(dtype: torch
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("d", [2, 4])
 def test_one_seed_one_factor(d: int, threads: int) -> None:
-    operator, recipe, before = field(plane(300, d)), Vecchia(9), torch.get_num_threads()
+    operator, recipe = field(plane(300, d)), Vecchia(9)
     state = torch.random.get_rng_state()
     torch.set_num_threads(threads)
-    try:
-        with divided():
-            built = [recipe.build(operator, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6)]
-    finally:
-        torch.set_num_threads(before)
+    with divided():
+        built = [recipe.build(operator, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6)]
     rhs = torch.cos(torch.arange(600.0).double()).view(300, 2)
     assert torch.equal(built[0].solve(rhs), built[1].solve(rhs))
     assert not torch.equal(built[0].order, built[2].order)

@@ -16,6 +16,7 @@ from gpy_iterative.training import data_advice
 from gpy_iterative.training.data_advice import warn_of_data, warn_of_latent_model, warn_of_model
 from tests.exact.gaussian_models import CASES, Regression, data
 from tests.features.feature_models import fourier
+from tests.laplace.cases import LaplaceModel
 
 Data = tuple[torch.Tensor, torch.Tensor]
 
@@ -239,14 +240,14 @@ def test_one_datum() -> None:
     x, y = standardised(20, 3)
     assert len(advice(x[:1], y[:1])) == 1
     with pytest.warns(DataWarning, match="One datum determines no hyperparameters"):
-        warn_of_model(Latent(x[:1], y[:1], gpytorch.likelihoods.StudentTLikelihood()))
+        warn_of_model(LaplaceModel(x[:1], y[:1], gpytorch.likelihoods.StudentTLikelihood()))
 
 
 def test_no_rows_and_no_columns() -> None:
     x, y = standardised(20, 3)
-    warn_of_latent_model(Latent(x[:0], y[:0], gpytorch.likelihoods.StudentTLikelihood()))
+    warn_of_latent_model(LaplaceModel(x[:0], y[:0], gpytorch.likelihoods.StudentTLikelihood()))
     with pytest.warns(DataWarning, match="All training inputs are equal"):
-        warn_of_latent_model(Latent(x[:, :0], y, gpytorch.likelihoods.StudentTLikelihood()))
+        warn_of_latent_model(LaplaceModel(x[:, :0], y, gpytorch.likelihoods.StudentTLikelihood()))
 
 
 def test_a_fit_without_columns() -> None:
@@ -264,28 +265,17 @@ def test_one_class() -> None:
         warn_of_model(model)
 
 
-class Latent(gpi.models.IterativeLaplaceGP):
-    def __init__(self, x: torch.Tensor, y: torch.Tensor, likelihood: gpytorch.likelihoods.Likelihood) -> None:
-        super().__init__(x, y, likelihood)
-        self.mean_module = gpytorch.means.ConstantMean()
-        self.covar_module = ScaleKernel(MaternKernel(nu=2.5))
-        self.to(x)
-
-    def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
 @pytest.mark.parametrize("scale", [1e-4, 1e3])
 def test_inputs_of_another_scale_without_gaussian_noise(scale: float) -> None:
     """The fit would end CONVERGED, with a constant prediction."""
     x, y = standardised(100, 3)
-    model = Latent(scale * x, (y > 0).to(y), gpi.likelihoods.LogitBernoulliLikelihood())
+    model = LaplaceModel(scale * x, (y > 0).to(y), gpi.likelihoods.LogitBernoulliLikelihood())
     mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
     with pytest.warns(DataWarning, match="standardise (the|columns 0, 1, 2 of the) inputs"):
         gpi.fit(mll, max_steps=1, progress=False)
 
 
-class Normalised(Latent):
+class Normalised(LaplaceModel):
     """Its kernel sees inputs that a layer standardises, with the batch's statistics in training."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, likelihood: gpytorch.likelihoods.Likelihood) -> None:
@@ -310,7 +300,7 @@ def test_inputs_that_a_layer_standardises() -> None:
 def test_targets_of_another_scale_with_heavy_tails(scale: float) -> None:
     x, y = standardised(100, 3)
     with pytest.warns(DataWarning, match="standardise the targets"):
-        warn_of_latent_model(Latent(x, scale * y, gpytorch.likelihoods.StudentTLikelihood()))
+        warn_of_latent_model(LaplaceModel(x, scale * y, gpytorch.likelihoods.StudentTLikelihood()))
 
 
 def test_outliers_of_heavy_tails_and_two_classes() -> None:
@@ -319,8 +309,8 @@ def test_outliers_of_heavy_tails_and_two_classes() -> None:
     outlier[3] = 1e4
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_latent_model(Latent(x, outlier, gpytorch.likelihoods.StudentTLikelihood()))
-        warn_of_latent_model(Latent(x, labels, gpi.likelihoods.LogitBernoulliLikelihood()))
+        warn_of_latent_model(LaplaceModel(x, outlier, gpytorch.likelihoods.StudentTLikelihood()))
+        warn_of_latent_model(LaplaceModel(x, labels, gpi.likelihoods.LogitBernoulliLikelihood()))
 
 
 def test_targets_far_from_the_mean() -> None:

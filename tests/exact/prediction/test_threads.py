@@ -3,7 +3,7 @@
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -26,11 +26,8 @@ THREADS = 8
 
 
 @pytest.fixture(autouse=True)
-def one_thread_each() -> Iterator[None]:
-    before = torch.get_num_threads()
+def one_thread_each() -> None:
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 BOUNDS = [(-2.5, 2.5)] * 3

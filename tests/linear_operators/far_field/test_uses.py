@@ -18,6 +18,7 @@ from gpy_iterative.linear_operators import KernelProducts, kernel_operator
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from tests.exact.gaussian_models import Regression
+from tests.laplace.cases import LaplaceModel
 from tests.linear_operators.far_field.test_training import data
 
 N = 1000
@@ -340,21 +341,11 @@ def test_predictions_after_a_crude_step() -> None:
         assert (posterior(TEST_X).mean - means(tiles)).abs().max() < 2e-3
 
 
-class Classification(gpi.models.IterativeLaplaceGP):
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        super().__init__(x, y, gpytorch.likelihoods.BernoulliLikelihood())
-        self.mean_module = gpytorch.means.ConstantMean()
-        self.covar_module = kernels.ScaleKernel(kernels.MaternKernel(nu=1.5))
-
-    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
 def test_laplace_reports_the_error() -> None:
     x, y = data(N)
     values = []
     for far_field in (1e-5, None):
-        model = Classification(x, (y > 0).double()).double()
+        model = LaplaceModel(x, (y > 0).double(), gpytorch.likelihoods.BernoulliLikelihood()).double()
         mll = gpi.mlls.LaplaceMarginalLogLikelihood(
             model.likelihood,
             model,
