@@ -32,17 +32,13 @@ class Tree:
         return torch.from_numpy(found).to(points.device)
 
 
-def random_order(size: int, generator: torch.Generator) -> Tensor:
-    return permutation(size, generator, CPU)
-
-
 def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
     """A permutation [n] of points [n, d] with early points far apart; approximate, O(n log n).
 
     From the end: repeated points, then groups of the closest half whose nearest neighbour precedes them in a random order.
     """
     coordinates = points.double().cpu().numpy()
-    left = random_order(len(coordinates), generator).numpy()
+    left = permutation(len(coordinates), generator, CPU).numpy()
     first = np.sort(np.unique(coordinates[left], axis=0, return_index=True)[1])
     groups, left = [np.delete(left, first)], left[first]
     while len(left) > 1:

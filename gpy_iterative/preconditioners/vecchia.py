@@ -15,11 +15,11 @@ from gpy_iterative.checks import check_count, has_finite_sum
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import kernel_inputs, principal_blocks
 from gpy_iterative.linear_operators.tiles.tiles import blocks
-from gpy_iterative.preconditioners.neighbours import maximin_order, previous_neighbours, random_order
+from gpy_iterative.preconditioners.neighbours import maximin_order, previous_neighbours
 from gpy_iterative.preconditioners.pivoted_cholesky import NOT_FINITE
 from gpy_iterative.preconditioners.preconditioner import PreconditionerRecipe
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
-from gpy_iterative.random_numbers import given_or_seeded
+from gpy_iterative.random_numbers import given_or_seeded, permutation
 from gpy_iterative.worker_threads import ByDevice, run
 
 #: Inputs up to which the maximin order is better than a random one; beyond, either may be, and it costs time.
@@ -51,7 +51,7 @@ class Vecchia(PreconditionerRecipe):
         generator = given_or_seeded(generator)
         points = _points(operator)
         is_map = points.shape[-1] <= MOST_INPUTS_OF_MAPS
-        order = maximin_order(points, generator) if is_map else random_order(len(points), generator)
+        order = maximin_order(points, generator) if is_map else permutation(len(points), generator)
         return {"order": order.to(operator.device)}
 
     @torch.no_grad()

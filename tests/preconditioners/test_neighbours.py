@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.preconditioners import neighbours
-from gpy_iterative.preconditioners.neighbours import maximin_order, previous_neighbours, random_order
+from gpy_iterative.preconditioners.neighbours import maximin_order, previous_neighbours
+from gpy_iterative.random_numbers import permutation
 
 
 def points(n: int, d: int = 2) -> Tensor:
@@ -81,7 +82,7 @@ def test_maximin_spreads_early_points_nearly_as_far_as_the_exact_order(d: int) -
     x, generator = points(400, d), torch.Generator().manual_seed(0)
     order = maximin_order(x, generator)
     assert torch.equal(order.sort().values, torch.arange(400))
-    found, exact, random = (spacing(x[o]).log() for o in (order, exact_maximin(x), random_order(400, generator)))
+    found, exact, random = (spacing(x[o]).log() for o in (order, exact_maximin(x), permutation(400, generator)))
     for part in (slice(0, 100), slice(100, 200), slice(200, 399)):
         assert found[part].mean() > exact[part].mean() - 0.6
     # Of a random order, many early points lie close together.

@@ -18,7 +18,8 @@ from gpy_iterative.linear_operators import (
 )
 from gpy_iterative.linear_operators.radial.functions import MATERN12, MATERN32, RBF, RadialFunction
 from gpy_iterative.preconditioners import RandomlyPivotedCholesky, SparseInverseCholesky, Vecchia, vecchia
-from gpy_iterative.preconditioners.neighbours import maximin_order, random_order
+from gpy_iterative.preconditioners.neighbours import maximin_order
+from gpy_iterative.random_numbers import permutation
 from gpy_iterative.solvers import ConjugateGradients, SolveStatus, russian_roulette_solve
 from gpy_iterative.truncation import ExponentialTruncation
 from gpy_iterative.worker_threads import ByDevice, divided
@@ -92,7 +93,7 @@ def dense(factor: SparseInverseCholesky) -> Tensor:
 @pytest.mark.parametrize("is_given", [False, True], ids=["own order", "given order"])
 def test_the_factor_is_the_naive_one(name: str, is_given: bool) -> None:
     operator = SYSTEMS[name]()
-    order = random_order(N, torch.Generator().manual_seed(2))
+    order = permutation(N, torch.Generator().manual_seed(2))
     factor = Vecchia(7).build(operator, choices={"order": order} if is_given else None)
     expected = naive(operator.to_dense(), operator.kernel.x1, factor.order, 7)
     torch.testing.assert_close(dense(factor), expected, rtol=1e-7, atol=1e-7)
@@ -150,7 +151,7 @@ def test_one_seed_one_factor(d: int, threads: int) -> None:
 
 
 def test_early_points_are_far_apart_on_maps_and_random_beyond() -> None:
-    for d, order in ((3, maximin_order), (4, lambda x, generator: random_order(len(x), generator))):
+    for d, order in ((3, maximin_order), (4, lambda x, generator: permutation(len(x), generator))):
         x = plane(200, d)
         found = Vecchia(5).choices(field(x, lengthscale=1.0), torch.Generator().manual_seed(1))["order"]
         assert torch.equal(found, order(x, torch.Generator().manual_seed(1)))
