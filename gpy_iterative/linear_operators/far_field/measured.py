@@ -15,7 +15,8 @@ from gpy_iterative.linear_operators.far_field.levels import Levels, PairBlocks
 from gpy_iterative.linear_operators.far_field.plan import Plan
 from gpy_iterative.linear_operators.far_field.tree import box_gaps
 
-MEASURED_PAIRS, MEASURED_ROWS = 384, 4
+#: Errors may be those of a few rows of a node; so many cost hardly more than four.
+MEASURED_PAIRS, MEASURED_ROWS = 384, 16
 
 
 def measured_error(plan: Plan, levels: Levels, entries: ProductEntries) -> float:

@@ -64,6 +64,20 @@ def test_the_measured_error_is_the_true_one_where_few_entries_make_it(seed: int)
     assert true / 3 < measured_error(plan, levels, entries) < 3 * true
 
 
+@pytest.mark.slow
+def test_the_measured_error_is_on_average_the_true_one_where_single_rows_make_it() -> None:
+    """Four rows of a node measured a sixth of it: most errors in space are those of few rows."""
+    logarithms = []
+    for seed in range(4):
+        x = 10 * torch.rand(3000, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        entries = ProductEntries([RadialEntries(x, RBF, None)])
+        plan = make_plan(entries, 1e-8, len(x) ** 2 / 2)
+        assert plan is not None
+        levels = build_levels(plan, entries)
+        logarithms.append(math.log(measured_error(plan, levels, entries) / true_error(x, levels, entries)))
+    assert abs(sum(logarithms) / len(logarithms)) < math.log(3)
+
+
 def test_every_far_node_has_its_share_of_proxies() -> None:
     """The nearest one of all, too: its corner makes the largest errors."""
     x, count = uniform(2000, 0), 240
