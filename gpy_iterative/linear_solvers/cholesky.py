@@ -17,7 +17,6 @@ from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.columns import LinearSystem
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus
-from gpy_iterative.preconditioners.vecchia import block_factors
 from gpy_iterative.worker_threads import run
 
 #: Jitters to try in turn, relative to the largest diagonal entry.
@@ -167,7 +166,11 @@ def block_cholesky(block: Tensor) -> CholeskyFactor:
         if not info:
             return CholeskyFactor(lower, block.dtype)
     matrix = block.double()
-    return CholeskyFactor(block_factors(matrix), block.dtype, float(torch.linalg.eigvalsh(matrix)[0]))
+    _check_finite(matrix, f"A block of {len(block)} rows")
+    smallest = float(torch.linalg.eigvalsh(matrix)[0])
+    jitter = max(-2 * smallest, JITTERS[0] * float(matrix.diagonal().amax()))
+    identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    return CholeskyFactor(torch.linalg.cholesky(matrix + jitter * identity), block.dtype, smallest)
 
 
 def _check_finite(matrix: Tensor, name: str) -> None:
