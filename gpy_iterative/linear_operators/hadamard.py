@@ -23,8 +23,8 @@ class HadamardLinearOperator(ObservedLinearOperator):
         cls, points: LinearOperator, tasks: Tensor, row_tasks: Tensor, column_tasks: Tensor
     ) -> "HadamardLinearOperator":
         """Of K [*b, n, m], B [T, T] and the tasks t of rows [n] and columns [m]."""
-        sides, count = (row_tasks, column_tasks), len(tasks)
-        observed = [torch.arange(len(own), device=own.device) * count + own for own in sides]
+        count = len(tasks)
+        observed = [torch.arange(len(own), device=own.device) * count + own for own in (row_tasks, column_tasks)]
         masks = [own.new_zeros(len(own) * count, dtype=torch.bool).index_fill_(0, own, True) for own in observed]
         found = cls(KroneckerLinearOperator(points, to_linear_operator(tasks)), *masks)
         found.observed, found.observed_columns = observed  # to read them from masks takes most of the time

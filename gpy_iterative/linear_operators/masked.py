@@ -52,7 +52,7 @@ class ObservedLinearOperator(MaskedLinearOperator):
         if not len(index):
             return rhs.new_zeros(len(self.observed), rhs.shape[-1])
         span = slice(int(index[0]), int(index[-1]) + 1)
-        whole = rhs.new_zeros(span.stop - span.start, rhs.shape[-1]).index_copy_(0, index - span.start, rhs)
+        whole = _spread(rhs, index - span.start, span.stop - span.start)
         return columns_matmul(self.base, span, whole)[self.observed]
 
     def principal_blocks(self, rows: Tensor) -> Tensor:

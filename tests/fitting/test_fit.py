@@ -566,6 +566,15 @@ def test_laplace_by_adam() -> None:
     assert result.history[-1].value > result.history[0].value
 
 
+def test_a_laplace_model_without_data_is_refused() -> None:
+    x, y = data(20)
+    model = LaplaceModel(x, (y > 0.5).double(), gpytorch.likelihoods.BernoulliLikelihood()).double()
+    mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
+    model.train_inputs = model.train_targets = None
+    with pytest.raises(ValueError, match="has no training data: pass batches"):
+        quiet(mll)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_fit_whose_modes_are_not_found_is_no_optimum() -> None:
