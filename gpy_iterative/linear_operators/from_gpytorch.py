@@ -273,10 +273,12 @@ def noise_operator(
                 f"The noise of {likelihood.num_tasks} tasks has rank={likelihood.rank} and no global noise, so some "
                 "sums of outputs have none, and solves do not converge: leave has_global_noise=True, or take rank=0."
             )
-        interleaved = getattr(function_dist, "_interleaved", True)
-        noise = likelihood._shaped_noise_covar(
-            function_dist.mean.shape, add_noise=likelihood.has_global_noise, interleaved=interleaved
-        )
+        if not function_dist._interleaved:  # GPyTorch's values mix up the tasks, its predictions fail
+            raise ValueError(
+                "The model's output has the order of tasks (interleaved=False): in place of from_independent_mvns take "
+                "from_batch_mvn for kernels of one kind, or one model for each task."
+            )
+        noise = likelihood._shaped_noise_covar(function_dist.mean.shape, add_noise=likelihood.has_global_noise)
     else:
         with GPYTORCH_SETTINGS:  # predicted noise changes settings
             noise = likelihood._shaped_noise_covar(function_dist.mean.shape, *params, **kwargs)
@@ -362,11 +364,7 @@ def check_noise(noise: Tensor) -> None:
 
 def flat_targets(function_dist: MultivariateNormal, target: Tensor) -> Tensor:
     """Targets in the order of `function_dist.loc`, [*b, n] or [*b, n * T]."""
-    if not isinstance(function_dist, MultitaskMultivariateNormal):
-        return target
-    if not function_dist._interleaved:
-        target = target.mT
-    return target.flatten(-2)
+    return target.flatten(-2) if isinstance(function_dist, MultitaskMultivariateNormal) else target
 
 
 def observed_data(function_dist: MultivariateNormal, target: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import gpytorch
 import torch
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
@@ -231,13 +231,11 @@ def linear_system(
 
 
 def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
-    """The prior, without the conditioning of evaluation mode. Raises TypeError or ValueError."""
+    """The prior, without the conditioning of evaluation mode. Raises TypeError for other outputs."""
     with GPYTORCH_SETTINGS:  # another thread's settings would make GPyTorch evaluate the kernel
         prior = gpytorch.Module.__call__(model, *inputs)
     if not isinstance(prior, MultivariateNormal):
         raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
-    if isinstance(prior, MultitaskMultivariateNormal) and not prior._interleaved:
-        raise ValueError("A multitask prior with interleaved=False is not supported: build it with interleaved=True.")
     return prior
 
 

@@ -247,6 +247,22 @@ def test_tasks_of_the_likelihood_that_the_model_has_not() -> None:
             call()
 
 
+class OrderOfTasks(Regression):
+    def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultitaskMultivariateNormal:
+        return gpytorch.distributions.MultitaskMultivariateNormal.from_independent_mvns([super().forward(x)] * 2)
+
+
+def test_an_output_in_the_order_of_tasks() -> None:
+    """It could be trained, but there was no prediction."""
+    x, y = data(30)
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2)
+    model = OrderOfTasks(x, torch.stack([y, -y], -1), likelihood, kernels.RBFKernel()).double()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood.double(), model)
+    for call in (lambda: mll(model(x), model.train_targets), lambda: gpi.fit(mll, progress=False), mll.posterior):
+        with pytest.raises(ValueError, match="in place of from_independent_mvns take from_batch_mvn"):
+            call()
+
+
 def test_noise_of_tasks_that_is_singular() -> None:
     """Alternating projections ended as converged, with a value far from the exact one."""
     case = CASES["multitask-low-rank-noise"]()
