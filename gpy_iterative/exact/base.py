@@ -72,7 +72,7 @@ CONTROLLED_TOLERANCE = 0.004
 
 @dataclass(frozen=True)
 class Evaluation:
-    value: Tensor  # [*b]
+    value: Tensor  # [*b], in the dtype of the system, as gains of steps may be below the rounding of float32
     system: TrainingSystem  # H, y - mean and the prior; float64 where H is factored
     estimate: Estimate  # without priors and added loss terms
     num_data: int  # n
@@ -131,7 +131,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         has_separate_gradient = bool((evaluation.estimate.value_sem != 0).any())
         if self._line_search is not None and has_separate_gradient:
             self._line_search.see(self.model)
-        return evaluation.value
+        return evaluation.value.to(function_dist.loc.dtype)
 
     def evaluate(self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any) -> Evaluation:
         """`forward`, with the system and the solves."""
@@ -158,8 +158,9 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             )
         result = estimate.with_gradient(system.operator, system.residual)
         num_data = function_dist.event_shape.numel()
-        result = self._add_other_terms(result, params).div_(num_data).to(function_dist.loc.dtype)
-        check_estimated("value", result)
+        result = self._add_other_terms(result, params).div_(num_data)
+        value = result.detach().to(function_dist.loc.dtype, copy=True)
+        check_estimated("value", value)
         likelihood_params = LikelihoodParams(params, self.model, kwargs) if params or kwargs else None
         self._warn_once(estimate)
         self.report = MarginalLogLikelihoodReport(
@@ -168,8 +169,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             epochs=estimate.stats.epochs,
             residual_targets=estimate.stats.residual_norms["targets"],
             residual_probes=estimate.stats.residual_norms.get("probes"),
-            value=result.detach().clone(),
-            value_sem=(estimate.value_sem / num_data).to(result.dtype),
+            value=value,
+            value_sem=(estimate.value_sem / num_data).to(value.dtype),
             seconds=time.perf_counter() - start,
             truncation=estimate.truncation,
             far_field_error=estimate.far_field_error,

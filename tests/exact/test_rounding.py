@@ -419,3 +419,22 @@ def test_a_fit_of_a_smooth_function_converges() -> None:
     found = gpi.fit(mll, progress=False)
     assert found.status is gpi.fitting.FitStatus.CONVERGED
     assert abs(model.likelihood.noise.item() / 1e-4 - 1) < 0.1
+
+
+def test_steps_of_a_fit_see_gains_that_float32_would_round() -> None:
+    """Fits of float32 models ended as STAGNATED or NOISE nats before the optimum, where float64 ones went on."""
+    x = torch.rand(N, 2, generator=torch.Generator().manual_seed(0))
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x, torch.sin(6 * x[:, 0]), likelihood, gpytorch.kernels.RBFKernel())
+    exact, values = copy.deepcopy(model).double(), []
+    exact.set_train_data(x.double(), model.train_targets.double(), strict=False)
+    for step in range(5):
+        likelihood.noise = 0.5 + 3e-7 * step
+        exact.likelihood.noise = likelihood.noise.detach().double()
+        for own in (model, exact):
+            mll = gpi.mlls.HutchinsonMarginalLogLikelihood(own.likelihood, own)
+            evaluation = mll.evaluate(own(*own.train_inputs), own.train_targets)
+            values.append(evaluation.value.detach().double() * N)
+            assert mll(own(*own.train_inputs), own.train_targets).dtype == own.train_targets.dtype
+    found, expected = torch.stack(values).view(-1, 2).diff(dim=0).unbind(1)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0.0)
