@@ -224,12 +224,18 @@ class LevenbergMarquardt(ABC):
         free = ~found.held
         # A counts what the data's solve sees, which may be far less than the curvature of a weak component. At a damping of
         # one, the gradient alone then moves no coordinate beyond its radius.
-        diagonal = found.curvature.matrix.diagonal().maximum(found.gradient.abs() / found.radius)
+        diagonal = found.curvature.matrix.diagonal().maximum(found.gradient.abs() / self._reach(point, found))
         matrix = matrix + self._damping * torch.diag(diagonal)
         move = torch.zeros_like(point.position)
         move[free] = torch.linalg.solve(matrix[free][:, free], found.gradient[free])
         move = move.maximum(-found.radius).minimum(found.radius)
         return (point.position + move).clamp(self.coordinates.lower, self.coordinates.upper) - point.position
+
+    def _reach(self, point: Point, found: Assessment) -> Tensor:
+        """The radius; for factors at most their values. Covariances are quadratic in a factor, so A vanishes near zero."""
+        values = RELATIVE_RADIUS * point.position.abs()
+        is_factor = self.coordinates.has_units & ~found.curvature.linear & (values > 0) & (not self.knows_curvature)
+        return torch.where(is_factor, values.minimum(found.radius), found.radius)
 
     def _tried(self, position: Tensor) -> Point | None:
         self.coordinates.write(position)
