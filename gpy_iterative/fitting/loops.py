@@ -35,7 +35,8 @@ from gpy_iterative.training.training_system import to_training_mode
 
 logger = logging.getLogger(__name__)
 
-#: Steps of an exact fit, after which another optimiser follows.
+#: Steps of an exact fit, after which another optimiser follows, once they gain little: the first ones may have to multiply
+#: variances by 1e10.
 FOLLOWED_AFTER = 20
 
 
@@ -171,7 +172,7 @@ class CurvatureLoop(Loop):
             return None if self._shortens() else self._ended(self._settle(), limit)
         self._last, self._assessed = made, None
         self.steps += 1
-        if self.steps >= FOLLOWED_AFTER and not len(found.samples):
+        if self.steps >= FOLLOWED_AFTER and not len(found.samples) and made.gained < NEAR:
             self._follow()
         return None
 

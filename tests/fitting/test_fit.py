@@ -171,6 +171,18 @@ def test_the_optimum_by_measured_curvatures_is_the_same(monkeypatch: pytest.Monk
     assert dense_optimum(mll) - reached < 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_targets_of_any_scale_are_fitted(dtype: torch.dtype) -> None:
+    """Variances had still to grow by 1e3 when the other optimiser followed: BUDGET, and 14 nats left."""
+    (x, y), mll = data(100), regression(100)
+    mll.model.to(dtype).set_train_data(x.to(dtype), 1e6 * y.to(dtype), strict=False)
+    with pytest.warns(DataWarning):
+        assert quiet(mll).status is FitStatus.CONVERGED
+    mll.model.double().set_train_data(x, 1e6 * y, strict=False)
+    reached = dense_value(mll)
+    assert dense_optimum(mll) - reached < 0.1
+
+
 def test_budget() -> None:
     result = quiet(regression(100), max_steps=2)
     assert result.status is FitStatus.BUDGET
