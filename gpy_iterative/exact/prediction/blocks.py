@@ -105,4 +105,4 @@ def from_columns(columns: Tensor, like: Tensor) -> Tensor:
     extra = like.dim() - columns.dim()
     if extra <= 0:
         return columns
-    return columns.unflatten(-1, (like.shape[-1], -1)).movedim(-1, 0).reshape(like.shape)
+    return columns.unflatten(-1, (like.shape[-1], like.shape[:extra].numel())).movedim(-1, 0).reshape(like.shape)

@@ -27,8 +27,9 @@ def test_moments_and_samples(options: dict, shape: tuple[int, ...], grad: bool) 
 
 
 @pytest.mark.parametrize("options", ROUTES, ids=["exact", "local"])
-def test_through_the_model(options: dict) -> None:
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_through_the_model(options: dict, shape: tuple[int, ...]) -> None:
     case = regression(kernels.ScaleKernel(kernels.RBFKernel()))
     PathwisePosterior(case.model, case.likelihood, **options).install()
-    prediction = case.likelihood(case.model(case.x[:0]))
-    assert prediction.mean.shape == prediction.variance.shape == (0,)
+    prediction = case.likelihood(case.model(case.x.new_empty(*shape, 3)))
+    assert prediction.mean.shape == prediction.variance.shape == shape
