@@ -319,10 +319,17 @@ def noisy_operator(
         A NoisyLinearOperator for diagonal noise, otherwise a sum.
 
     Raises:
-        ValueError: noise of observed data is not positive, not finite, or does not fit the data.
+        ValueError: noise of observed data is not positive, not finite, or does not fit the data; mean and covariance do
+            not fit.
     """
+    covariance, length = function_dist.lazy_covariance_matrix, function_dist.loc.shape[-1]
+    if covariance.shape[-1] != length:
+        raise ValueError(
+            f"The model's output has a mean of {length} values, but its covariance has {covariance.shape[-1]} rows: for a "
+            "kernel with several outputs at a point, such as RBFKernelGrad, return a MultitaskMultivariateNormal with a "
+            "mean like ConstantMeanGrad."
+        )
     noise = noise_operator(likelihood, function_dist, *params, **kwargs)
-    covariance = function_dist.lazy_covariance_matrix
     if not isinstance(noise, DiagLinearOperator):
         whole = kernel_operator(covariance, products, cache) + kernel_operator(noise, products)
         return whole if observed is None else ObservedLinearOperator(whole, observed, observed)

@@ -247,6 +247,18 @@ def test_tasks_of_the_likelihood_that_the_model_has_not() -> None:
             call()
 
 
+def test_a_kernel_of_derivatives_whose_mean_has_none() -> None:
+    x, y = data(30)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
+    model = Regression(x, y, likelihood, kernels.RBFKernelGrad()).double()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)
+    for call in (lambda: mll(model(x), y), lambda: gpi.fit(mll, progress=False), mll.posterior):
+        with pytest.raises(
+            ValueError, match=r"mean of 30 values, but its covariance has 120 rows: .* ConstantMeanGrad"
+        ):
+            call()
+
+
 class OrderOfTasks(Regression):
     def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultitaskMultivariateNormal:
         return gpytorch.distributions.MultitaskMultivariateNormal.from_independent_mvns([super().forward(x)] * 2)
