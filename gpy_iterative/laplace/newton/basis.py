@@ -127,8 +127,7 @@ class GalerkinSystem:
 def _transform(basis: ActionBasis, curvature: Curvature) -> Tensor:
     actions = basis.actions
     matrix = basis.gram + actions.mT @ curvature.pinv(actions)
-    scale = matrix.diagonal().clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()
-    return scale.unsqueeze(-1) * inverse_root(scale.unsqueeze(-1) * matrix * scale, torch.finfo(matrix.dtype).eps)
+    return inverse_root(matrix, torch.finfo(matrix.dtype).eps)
 
 
 def inverse_root(matrix: Tensor, eps: float) -> Tensor:
