@@ -30,8 +30,6 @@ TOLD, UNTOLD = 100, 1e-6
 #: Largest floor of a step's curvature, relative to the prior's least precision: it hardly holds a point back. Beside large
 #: curvatures the relative floor alone would.
 MOST_FLOOR = 0.1
-#: Steps without progress that end the search; least relative progress.
-PATIENCE, LEAST_PROGRESS = 3, 0.01
 
 
 class Inverse:
@@ -287,8 +285,7 @@ class LaplaceSolver(ABC):
 
     def _iterated(self, problem: Problem, steps: StepSolver) -> tuple[Iterate, SolveStatus, int]:
         tolerance = self.tolerance or self._tolerances[problem.is_single_precision]
-        iterate, patience = self._start(problem, steps), PATIENCE
-        best_error, best_joint = iterate.stationarity, iterate.log_joint
+        iterate = self._start(problem, steps)
         floor = self._step_floor(problem)
         for outer in range(self.max_outer + 1):
             if iterate.stationarity <= tolerance:
@@ -296,7 +293,7 @@ class LaplaceSolver(ABC):
             curvature = problem.likelihood.step_curvature(problem.by_point(iterate.f), floor)
             if iterate.is_rounding(curvature):
                 return iterate, SolveStatus.CONVERGED, outer
-            if outer == self.max_outer or patience == 0:
+            if outer == self.max_outer:
                 break
             following = self._damped(problem, iterate, *steps.step(iterate, curvature))
             if following is None:
@@ -304,11 +301,7 @@ class LaplaceSolver(ABC):
             iterate = following
             if problem.callback is not None:
                 problem.callback(SolveProgress(outer + 1, steps.num_products, {"mode": iterate.stationarity}))
-            rises = iterate.log_joint > best_joint + 10 * EPS * abs(best_joint)
-            improves = iterate.stationarity < (1 - LEAST_PROGRESS) * best_error
-            patience = PATIENCE if rises or improves else patience - 1
-            best_error, best_joint = min(best_error, iterate.stationarity), max(best_joint, iterate.log_joint)
-        return iterate, SolveStatus.STAGNATED if patience == 0 else SolveStatus.BUDGET_EXHAUSTED, outer
+        return iterate, SolveStatus.BUDGET_EXHAUSTED, outer
 
     def _start(self, problem: Problem, steps: StepSolver) -> Iterate:
         weights, solution = problem.initial_weights, problem.initial_solution
