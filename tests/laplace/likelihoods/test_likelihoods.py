@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Normal
 
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError, VarianceWarning
+from gpy_iterative.laplace.likelihoods import stock
 from gpy_iterative.laplace.likelihoods.pointwise import COVARIANCE_FLOOR, NO_FLOOR, STEP_FLOOR
 from gpy_iterative.likelihoods import (
     LogitBernoulliLikelihood,
@@ -156,6 +157,14 @@ def test_probit_tails_through_three_derivatives(z: float) -> None:
     assert likelihood.gradient(f).item() == pytest.approx(-z * (1 + x - 2 * x**2 + 10 * x**3 - 74 * x**4), rel=1e-6)
     assert hessian.item() == pytest.approx(1 - x + 6 * x**2 - 50 * x**3 + 518 * x**4, rel=1e-6)
     assert third.item() == pytest.approx(2 * x * (1 - 12 * x + 150 * x**2 - 2072 * x**3) / z, rel=1e-3)
+
+
+def test_probits_without_tails_take_no_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The series would take most of the time of all derivatives."""
+    monkeypatch.delattr(stock, "_log_normal_tail")
+    f = torch.tensor([[-12.0], [0.0], [12.0]], dtype=torch.float64)
+    likelihood = PointwiseLikelihood(gl.BernoulliLikelihood(), torch.tensor([1.0, 0.0, 1.0]), 1)
+    torch.testing.assert_close(likelihood.log_prob(f), torch.special.log_ndtr(f[:, 0]))
 
 
 def test_a_wrong_promise_of_concavity_is_told_as_one() -> None:

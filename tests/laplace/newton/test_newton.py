@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gpytorch.constraints import GreaterThan
-from gpytorch.likelihoods import StudentTLikelihood
+from gpytorch.likelihoods import BernoulliLikelihood, StudentTLikelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOpe
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_operators.radial.functions import RBF
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton, LaplaceSolution, SolveStatus
-from tests.laplace.cases import LIKELIHOODS, Case, case
+from tests.laplace.cases import LIKELIHOODS, Case, case, inputs
 
 KINDS = [(name, "own") for name in LIKELIHOODS] + [("softmax", "shared"), ("softmax", "coregionalised")]
 
@@ -426,6 +426,44 @@ def test_the_covariance_does_not_depend_on_where_the_mode_was_looked_for(name: s
     warm = solver.solve(prior, likelihood, initial_weights=cold.value)
     reductions = [float(solution.inverse.image_of_root.square().sum()) for solution in (cold, warm)]
     assert reductions[1] > 0.9 * reductions[0]
+
+
+def test_actions_that_span_everything_are_orthonormal() -> None:
+    """The last ones are nearly in the span of the others: one orthogonalisation would not find where the space ends."""
+    x = inputs(60)
+    problem = poisson_problem(x, (1 + x[:, 0]).exp().round(), 1.0, 5.0)
+    solution = LaplaceNewton(num_covariance_actions=120).solve(*problem)
+    actions = solution.inverse.actions
+    assert solution.inverse.rank == 60
+    torch.testing.assert_close(actions.mT @ actions, torch.eye(60, dtype=torch.float64), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("solver", [LaplaceCholesky(), LaplaceNewton()])
+def test_a_warm_start_below_the_prior_mean_is_not_taken(solver: LaplaceCholesky | LaplaceNewton) -> None:
+    """Weights of short lengthscales are latent values far too large at long ones, where the rate overflows."""
+    x = inputs(100)
+    y = (1 + x[:, 0]).exp().round()
+    prior, likelihood = poisson_problem(x, y, 1.0, 1.0)
+    weights = solver.solve(prior, likelihood).value
+    prior, likelihood = poisson_problem(x, y, 10.0, 10.0)
+    cold, warm = (solver.solve(prior, likelihood, initial_weights=start) for start in (None, weights))
+    assert warm.converged
+    assert warm.num_outer == cold.num_outer
+    torch.testing.assert_close(warm.latent, cold.latent)
+
+
+def test_few_actions_know_the_variance_of_saturated_points_in_float32() -> None:
+    """Beside W^+ of saturated points as large as in float64, actions that mix points would count as mere noise."""
+    x = inputs(200)
+    labels = (x.sum(-1) > 0).float()
+    labels[::20] = 1 - labels[::20]
+    operator = poisson_problem(x.float(), labels, 1.0, 1e3)[0].operator
+    prior = LatentPrior(operator, torch.zeros(200, 1))
+    likelihood = PointwiseLikelihood(BernoulliLikelihood(), labels, 1)
+    found = LaplaceNewton().solve(prior, likelihood)
+    exact = LaplaceCholesky().solve(LaplaceCholesky().prior_for(prior), likelihood)
+    ours, true = (float(each.inverse.covariance_blocks(prior).mean()) for each in (found, exact))
+    assert ours < 1.6 * true
 
 
 def test_callbacks_are_told() -> None:
