@@ -100,7 +100,6 @@ def conjugate_gradient_series(
     scale = torch.linalg.vector_norm(rhs, dim=0)
     norms = (scale > 0).double().cpu()
     _check_finite(scale.double().cpu(), 0)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     sums = rhs.new_zeros(size, len(stops))
     is_open = norms > tolerance
     converged, is_indefinite = ~is_open, False

@@ -127,8 +127,7 @@ class ExponentialTruncation:
         if last is None:
             last = self.min_steps + math.ceil(math.log(count / NEGLIGIBLE) / self.rate)
         steps = torch.arange(self.min_steps + 1, last + 1, device=CPU)
-        # 1 - (1 - S)^count without cancellation.
-        return self.min_steps + float(-torch.expm1(count * torch.log1p(-self.log_survival(steps).exp())).sum())
+        return self.min_steps + float((1 - (1 - self.log_survival(steps).exp()) ** count).sum())
 
     @property
     def _support(self) -> float:

@@ -276,6 +276,16 @@ def test_exact_terms_of_float32_models_are_those_of_float64() -> None:
         torch.testing.assert_close(gradients[name].double(), gradient, rtol=1e-2, atol=1e-4)
 
 
+def test_a_grid_of_one_increment_draws_it_always() -> None:
+    case = rff_case()
+    options = {"min_frequencies": 5, "frequency_step": 10, "max_frequencies": 20}
+    mll = SingleSample(case.likelihood, case.model, generator=0, probabilities="adaptive", **options)
+    for _ in range(2):
+        assert torch.isfinite(mll(case.model(case.x), case.y))
+        assert mll.report.truncation.probability == pytest.approx(1)
+        assert mll.report.truncation.is_exact
+
+
 @pytest.mark.slow
 def test_bias_has_the_sign_that_the_paper_proves() -> None:
     """Few frequencies: on average the quadratic form is too large and the log-determinant too small."""
