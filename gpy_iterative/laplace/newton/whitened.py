@@ -11,6 +11,7 @@ from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.basis import inverse_root
 from gpy_iterative.linear_operators.extensions import Rows
+from gpy_iterative.linear_operators.latent import point_blocks
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress
@@ -32,6 +33,14 @@ class WhitenedKernelLinearOperator(LinearOperator):
     def _matmul(self, rhs: Tensor) -> Tensor:
         product = self.kernel._matmul(self.curvature.root(rhs.double()).to(self.kernel.dtype))
         return self.curvature.root_t(product.double()).to(rhs.dtype)
+
+    @torch.no_grad()
+    def _diagonal(self) -> Tensor:
+        by_point = self.curvature.blocks().shape[:2]  # n, C
+        blocks = point_blocks(self.kernel, by_point[1]).double()
+        identity = torch.eye(self.shape[-1] // by_point[0], dtype=blocks.dtype, device=self.device)
+        roots = self.curvature.root(identity.repeat(by_point[0], 1)).unflatten(0, by_point)  # [n, C, r]
+        return (roots * (blocks @ roots)).sum(1).flatten().to(self.dtype)
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
         """See `extensions.rows_matmul`; a slice would multiply this product by sparse matrices."""
