@@ -157,14 +157,13 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         prior = latent_prior(function_dist, self.products, self._cache, observed)
         likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents, known)
         solver = chosen_solver(self.solver, prior.size)
-        prior = solver.prior_for(prior)
         generator = self._run.generator()
+        with reporting_solve(self.progress, "mode", "products") as callback:
+            prior, solution = solver.mode(
+                prior, likelihood, initial_weights=self._weights, generator=generator, callback=callback
+            )
         with torch.inference_mode(False), torch.no_grad():
             fixed = LatentPrior(prior.operator, prior.mean.detach())
-            with reporting_solve(self.progress, "mode", "products") as callback:
-                solution = solver.solve(
-                    fixed, likelihood, initial_weights=self._weights, generator=generator, callback=callback
-                )
             estimate = self._estimate(fixed, likelihood, solution, solver, generator)
         value = estimate.with_gradient(prior, likelihood).to(function_dist.mean.dtype)
         value = self._add_other_terms(value, params).div_(target.numel())

@@ -222,11 +222,11 @@ class LaplacePosterior:
         check_targets_fit(distribution, targets)
         prior = latent_prior(distribution, self._products)
         solver = self._mode_solver(prior)
-        prior = solver.prior_for(LatentPrior(prior.operator.detach(), prior.mean.detach()))
+        prior = LatentPrior(prior.operator.detach(), prior.mean.detach())
         likelihood = PointwiseLikelihood(snapshot.likelihood, targets, prior.num_latents, params)
         with reporting_solve(self._progress, "mode", "products") as callback:
             options = {"generator": self._generator(), "callback": callback}
-            solution = solver.solve(prior, likelihood, initial_weights=initial_weights, **options)
+            prior, solution = solver.mode(prior, likelihood, initial_weights=initial_weights, **options)
         logger.info("mode of %d data: %s", len(targets), solution.stats)
         if not solution.converged:
             warn(solver.advice(solution, prior.operator.dtype), ConvergenceWarning)

@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -19,8 +20,10 @@ from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import STEP_FLOOR, CurvatureFloor, PointwiseLikelihood, check_finite_at
+from gpy_iterative.linear_operators.extensions import in_float64
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress, SolveStats, SolveStatus
+from gpy_iterative.training.training_system import MOST_ROWS_IN_FLOAT64, ROUNDING_IN_TRAINING, has_evaluated_matrix
 
 EPS = torch.finfo(torch.float64).eps
 #: Share of the promised rise that a step must reach; shortest step.
@@ -109,6 +112,13 @@ class Problem:
 
     def by_point(self, flat: Tensor) -> Tensor:
         return flat.view(self.prior.num_points, self.prior.num_latents)
+
+    def is_rounded(self, curvature: Curvature) -> bool:
+        """Whether rounding K moves the log density by too much, as for exact models, and float64 would not."""
+        if not gains_by_float64(self.prior):
+            return False
+        signal = float((curvature.blocks() * self.prior.point_blocks().double()).sum())
+        return torch.finfo(self.prior.operator.dtype).eps * (self.prior.size + signal) > ROUNDING_IN_TRAINING
 
     def log_joint(self, f: Tensor, v: Tensor) -> float:
         # Minus infinity for f out of range.
@@ -222,6 +232,25 @@ class LaplaceSolver(ABC):
             f"products: relative gradient {solution.stationarity:.2g}, status {solution.status.name.lower()}. {lever}"
         )
 
+    def mode(
+        self,
+        prior: LatentPrior,
+        likelihood: PointwiseLikelihood,
+        *,
+        initial_weights: Tensor | None,
+        generator: torch.Generator,
+        callback: Callable[[SolveProgress], None] | None,
+    ) -> tuple[LatentPrior, LaplaceSolution]:
+        """The prior in the precision that the mode needs, and the mode; see `solve`."""
+        prior = self.prior_for(prior)
+        solve = partial(self.solve, likelihood=likelihood, generator=generator, callback=callback)
+        solution = solve(prior, initial_weights=initial_weights)
+        if solution.status is SolveStatus.STAGNATED and gains_by_float64(prior):
+            prior = in_double(prior)
+            solution = solve(prior, initial_weights=solution.value)
+        return prior, solution
+
+    @torch.inference_mode(False)
     @torch.no_grad()
     def solve(
         self,
@@ -293,6 +322,8 @@ class LaplaceSolver(ABC):
             curvature = problem.likelihood.step_curvature(problem.by_point(iterate.f), floor)
             if iterate.is_rounding(curvature):
                 return iterate, SolveStatus.CONVERGED, outer
+            if problem.is_rounded(curvature):
+                return iterate, SolveStatus.STAGNATED, outer
             if outer == self.max_outer:
                 break
             following = self._damped(problem, iterate, *steps.step(iterate, curvature))
@@ -335,3 +366,13 @@ class LaplaceSolver(ABC):
                     return following
             length /= 2
         return None
+
+
+def gains_by_float64(prior: LatentPrior) -> bool:
+    """Whether K can be computed in float64, but is not, and is small enough for it."""
+    is_evaluated = has_evaluated_matrix(prior.operator, prior.num_points)
+    return prior.operator.dtype != torch.float64 and not is_evaluated and prior.size <= MOST_ROWS_IN_FLOAT64
+
+
+def in_double(prior: LatentPrior) -> LatentPrior:
+    return LatentPrior(in_float64(prior.operator), prior.mean.double())

@@ -23,11 +23,17 @@ from gpy_iterative.checks import has_finite_sum
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature, SoftmaxCurvature
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR, CurvatureFloor
-from gpy_iterative.laplace.newton.base import Inverse, Iterate, LaplaceSolver, Problem, StepSolver
-from gpy_iterative.linear_operators.extensions import in_float64
+from gpy_iterative.laplace.newton.base import (
+    Inverse,
+    Iterate,
+    LaplaceSolver,
+    Problem,
+    StepSolver,
+    gains_by_float64,
+    in_double,
+)
 from gpy_iterative.linear_operators.latent import LatentPrior, function_kernels
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, warned_cholesky
-from gpy_iterative.training.training_system import has_evaluated_matrix
 
 #: Of the stationarity in a step, after which the next one keeps the factors.
 FALL = 0.25
@@ -260,9 +266,7 @@ class LaplaceCholesky(LaplaceSolver):
 
     def prior_for(self, prior: LatentPrior) -> LatentPrior:
         # Beside the factors, entries in float64 cost little; a large W would magnify the rounding of float32.
-        if prior.operator.dtype == torch.float64 or has_evaluated_matrix(prior.operator, prior.num_points):
-            return prior
-        return LatentPrior(in_float64(prior.operator), prior.mean.double())
+        return in_double(prior) if gains_by_float64(prior) else prior
 
     def _step_solver(self, problem: Problem) -> StepSolver:
         return DenseKernel(problem.prior.operator)
