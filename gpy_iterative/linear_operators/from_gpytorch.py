@@ -261,6 +261,11 @@ def noise_operator(
             f"The noise of {type(likelihood).__name__} depends on the inputs (or task indices) of the data, which were "
             "not passed: call the marginal log likelihood as mll(model(x), y, x), as with GPyTorch's own."
         )
+    if not getattr(function_dist, "_interleaved", True):  # GPyTorch's values mix up the tasks, its predictions fail
+        raise ValueError(
+            "The model's output has the order of tasks (interleaved=False): in place of from_independent_mvns take "
+            "from_batch_mvn for kernels of one kind, or one model for each task."
+        )
     if isinstance(likelihood, MultitaskGaussianLikelihood):
         if function_dist.event_shape[1:] != (likelihood.num_tasks,):
             raise ValueError(
@@ -272,11 +277,6 @@ def noise_operator(
             raise ValueError(
                 f"The noise of {likelihood.num_tasks} tasks has rank={likelihood.rank} and no global noise, so some "
                 "sums of outputs have none, and solves do not converge: leave has_global_noise=True, or take rank=0."
-            )
-        if not function_dist._interleaved:  # GPyTorch's values mix up the tasks, its predictions fail
-            raise ValueError(
-                "The model's output has the order of tasks (interleaved=False): in place of from_independent_mvns take "
-                "from_batch_mvn for kernels of one kind, or one model for each task."
             )
         noise = likelihood._shaped_noise_covar(function_dist.mean.shape, add_noise=likelihood.has_global_noise)
     else:

@@ -4,6 +4,7 @@ import gpytorch
 import pytest
 import torch
 from gpytorch import kernels
+from linear_operator.operators import ConstantDiagLinearOperator
 
 import gpy_iterative as gpi
 from tests.exact.gaussian_models import CASES, Case, DeepKernelRegression, Regression, data, regression
@@ -264,10 +265,17 @@ class OrderOfTasks(Regression):
         return gpytorch.distributions.MultitaskMultivariateNormal.from_independent_mvns([super().forward(x)] * 2)
 
 
-def test_an_output_in_the_order_of_tasks() -> None:
+class NoiseOfAllTasks(gpytorch.likelihoods.GaussianLikelihood):
+    def _shaped_noise_covar(self, shape: torch.Size, *_: object) -> ConstantDiagLinearOperator:
+        return ConstantDiagLinearOperator(self.noise, shape[-2:].numel())
+
+
+@pytest.mark.parametrize(
+    "likelihood", [gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2), NoiseOfAllTasks()]
+)
+def test_an_output_in_the_order_of_tasks(likelihood: gpytorch.likelihoods.Likelihood) -> None:
     """It could be trained, but there was no prediction."""
     x, y = data(30)
-    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2)
     model = OrderOfTasks(x, torch.stack([y, -y], -1), likelihood, kernels.RBFKernel()).double()
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood.double(), model)
     for call in (lambda: mll(model(x), model.train_targets), lambda: gpi.fit(mll, progress=False), mll.posterior):
