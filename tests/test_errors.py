@@ -167,7 +167,7 @@ def test_advice_is_of_the_solver_and_dtype_in_use(dtype: torch.dtype) -> None:
         ]
         assert own in texts[0]
         assert ("max_inner" in texts[0]) == ("max_rank" in texts[1]) == isinstance(solver, LaplaceNewton)
-        assert ("float64" in texts[1]) == (dtype == torch.float32)
+        assert all(("float64" in text) == (dtype == torch.float32) for text in texts)
     for status in SolveStatus:
         assert "float64" not in status.advice_for(torch.float64)
         assert "native" not in status.advice_for(torch.float32)

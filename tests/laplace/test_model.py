@@ -787,7 +787,7 @@ def test_models_of_another_kind() -> None:
 
 def test_a_budget_that_runs_out_is_told_once() -> None:
     problem = case("logit", n=40, solver=LaplaceNewton(max_outer=1, max_inner=1))
-    with pytest.warns(ConvergenceWarning, match="Raise max_outer"):
+    with pytest.warns(ConvergenceWarning, match="To reach it raise max_outer"):
         problem.model.eval()(problem.x)
     problem.model.train()
     mll = LaplaceMarginalLogLikelihood(

@@ -221,7 +221,7 @@ class LaplaceSolver(ABC):
         """Advice when the mode was not reached."""
         name = type(self).__name__
         if solution.status is SolveStatus.BUDGET_EXHAUSTED:
-            lever = f"Raise {self._budget} of {name}, or loosen its tolerance."
+            lever = f"To reach it {float64_first(dtype)}raise {self._budget} of {name}, or loosen its tolerance."
         else:
             lever = (
                 f"The arithmetic{self._room and ', or the subspace,'} allows no more: {float64_first(dtype)}loosen the "
