@@ -115,7 +115,8 @@ class Problem:
 
     def is_rounded(self, curvature: Curvature) -> bool:
         """Whether rounding K moves the log density by too much, as for exact models, and float64 would not."""
-        if not gains_by_float64(self.prior):
+        is_refinement = self.initial_solution is not None  # in the mode's precision
+        if is_refinement or not gains_by_float64(self.prior):
             return False
         signal = float((curvature.blocks() * self.prior.point_blocks().double()).sum())
         return torch.finfo(self.prior.operator.dtype).eps * (self.prior.size + signal) > ROUNDING_IN_TRAINING
