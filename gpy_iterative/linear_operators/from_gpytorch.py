@@ -43,6 +43,11 @@ from gpy_iterative.linear_operators.radial_inputs import (
 )
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 
+#: Refuses `interleaved=False`.
+ORDER_OF_TASKS = (
+    "The model's output has the order of tasks (interleaved=False): in place of from_independent_mvns take from_batch_mvn "
+    "for kernels of one kind, or one model for each task."
+)
 #: Noise models that need the inputs, or task indices, of the data.
 NOISE_OF_INPUTS = HeteroskedasticNoise | MultitaskHomoskedasticNoise
 
@@ -262,10 +267,7 @@ def noise_operator(
             "not passed: call the marginal log likelihood as mll(model(x), y, x), as with GPyTorch's own."
         )
     if not getattr(function_dist, "_interleaved", True):  # GPyTorch's values mix up the tasks, its predictions fail
-        raise ValueError(
-            "The model's output has the order of tasks (interleaved=False): in place of from_independent_mvns take "
-            "from_batch_mvn for kernels of one kind, or one model for each task."
-        )
+        raise ValueError(ORDER_OF_TASKS)
     if isinstance(likelihood, MultitaskGaussianLikelihood):
         if function_dist.event_shape[1:] != (likelihood.num_tasks,):
             raise ValueError(

@@ -9,7 +9,7 @@ from linear_operator.operators import BlockInterleavedLinearOperator, IdentityLi
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, masked_covariance
+from gpy_iterative.linear_operators.from_gpytorch import ORDER_OF_TASKS, kernel_operator, masked_covariance
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
@@ -123,9 +123,7 @@ def num_latents(function_dist: MultivariateNormal) -> int:
     """C of a prior: its last batch dimension or number of tasks."""
     if isinstance(function_dist, MultitaskMultivariateNormal):
         if not function_dist._interleaved:
-            raise ValueError(
-                "Laplace's method takes multitask priors in interleaved order only; build the prior with interleaved=True."
-            )
+            raise ValueError(ORDER_OF_TASKS)
         latents, batch = function_dist.event_shape[-1], function_dist.batch_shape
     else:
         latents, batch = (*function_dist.batch_shape, 1)[0], function_dist.batch_shape[1:]

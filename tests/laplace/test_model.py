@@ -564,6 +564,24 @@ def test_predictions_from_the_mode_of_training_stay_there() -> None:
     assert report.iterations <= 10
 
 
+def test_gradients_of_large_counts_in_float32_are_those_of_float64() -> None:
+    """The mode is searched in float64 there; the graph goes on to the float32 parameters."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        problem = case("poisson-log", n=60, dtype=torch.float32, solver=LaplaceNewton())
+        model, x, y = problem.model.to(dtype), problem.x.to(dtype), (1e5 * problem.y).to(dtype)
+        model.set_train_data(x, y, strict=False)
+        model.mean_module.initialize(constant=y.mean().log())
+        mll = LaplaceMarginalLogLikelihood(model.likelihood, model, solver=LaplaceNewton(tolerance=1e-6), generator=0)
+        value = mll(model(x), y)
+        value.backward()
+        assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
+        found.append([value, *(parameter.grad for parameter in model.parameters())])
+    for single, double in zip(*found, strict=True):
+        assert single.dtype == torch.float32
+        torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-5)
+
+
 def test_solves_to_the_rounding_of_float32_are_no_failures() -> None:
     """Solves with counts up to 100 missed their tolerance, 1e-4, by a factor 2."""
     problem = case("poisson-log", n=800, dtype=torch.float32, solver=LaplaceNewton())

@@ -233,8 +233,10 @@ class LevenbergMarquardt(ABC):
 
     def _reach(self, point: Point, found: Assessment) -> Tensor:
         """The radius; for factors at most their values. Covariances are quadratic in a factor, so A vanishes near zero."""
+        if self.knows_curvature:
+            return found.radius
         values = RELATIVE_RADIUS * point.position.abs()
-        is_factor = self.coordinates.has_units & ~found.curvature.linear & (values > 0) & (not self.knows_curvature)
+        is_factor = self.coordinates.has_units & ~found.curvature.linear & (values > 0)
         return torch.where(is_factor, values.minimum(found.radius), found.radius)
 
     def _tried(self, position: Tensor) -> Point | None:

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -110,6 +110,11 @@ class Problem:
     def mean(self) -> Tensor:
         return self.prior.mean.detach().double().flatten()
 
+    @cached_property
+    def prior_blocks(self) -> Tensor:
+        """Blocks [n, C, C] of K."""
+        return self.prior.point_blocks().detach().double()
+
     def by_point(self, flat: Tensor) -> Tensor:
         return flat.view(self.prior.num_points, self.prior.num_latents)
 
@@ -118,7 +123,7 @@ class Problem:
         is_refinement = self.initial_solution is not None  # in the mode's precision
         if is_refinement or not gains_by_float64(self.prior):
             return False
-        signal = float((curvature.blocks() * self.prior.point_blocks().double()).sum())
+        signal = float((curvature.blocks() * self.prior_blocks).sum())
         return torch.finfo(self.prior.operator.dtype).eps * (self.prior.size + signal) > ROUNDING_IN_TRAINING
 
     def log_joint(self, f: Tensor, v: Tensor) -> float:
@@ -310,7 +315,7 @@ class LaplaceSolver(ABC):
         )
 
     def _step_floor(self, problem: Problem) -> CurvatureFloor:
-        variances = problem.prior.point_blocks().double().diagonal(dim1=-2, dim2=-1)
+        variances = problem.prior_blocks.diagonal(dim1=-2, dim2=-1)
         return replace(STEP_FLOOR, most=float(MOST_FLOOR / variances.max()))
 
     def _iterated(self, problem: Problem, steps: StepSolver) -> tuple[Iterate, SolveStatus, int]:

@@ -481,9 +481,8 @@ def test_large_counts_of_a_float32_model_are_searched_in_float64() -> None:
     assert prior.operator.dtype == prior.mean.dtype == torch.float64
     torch.testing.assert_close(found.latent, expected.latent, rtol=1e-6, atol=1e-6)
     assert Problem(*problem).is_rounded(found.curvature)
-    assert not Problem(*problem, initial_solution=found).is_rounded(
-        found.curvature
-    )  # refinements stay in the mode's precision
+    # Refinements stay in the mode's precision.
+    assert not Problem(*problem, initial_solution=found).is_rounded(found.curvature)
     few, few_likelihood = poisson_problem(x.float(), (1 + x[:, 0]).exp().round(), 0.3, 20.0)
     prior, found = solver.mode(few, few_likelihood, initial_weights=None, generator=generator, callback=None)
     assert found.converged
