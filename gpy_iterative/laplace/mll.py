@@ -85,7 +85,8 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
     Args:
         likelihood: the model's.
         objective: "laplace", or "elbo" for the largest variational lower bound, without probes. `LaplaceCholesky`
-            maximises it over all Gaussians; `LaplaceNewton` in the span of its actions, which the gradient holds fixed.
+            maximises it over all Gaussians; `LaplaceNewton` in the span of the actions of a cold search, which the gradient
+            holds fixed.
         solver: None is `LaplaceCholesky()` (without probes) up to n C = 2,000, else `LaplaceNewton()`.
         num_probes: probe vectors of the gradient's trace.
         tolerance: relative residual of the solves for the gradient.
@@ -158,9 +159,12 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents, known)
         solver = chosen_solver(self.solver, prior.size)
         generator = self._run.generator()
+        # A warm start finds fewer actions, whose span bounds less: the value would depend on earlier steps.
+        is_cold = self.objective == "elbo" and not isinstance(solver, LaplaceCholesky)
+        weights = None if is_cold else self._weights
         with reporting_solve(self.progress, "mode", "products") as callback:
             prior, solution = solver.mode(
-                prior, likelihood, initial_weights=self._weights, generator=generator, callback=callback
+                prior, likelihood, initial_weights=weights, generator=generator, callback=callback
             )
         with torch.inference_mode(False), torch.no_grad():
             fixed = LatentPrior(prior.operator, prior.mean.detach())
