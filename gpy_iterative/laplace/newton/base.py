@@ -197,7 +197,7 @@ class LaplaceSolver(ABC):
         tolerance: of |g - v| / |g|, unless rounding hides g - v; None chooses by dtype.
     """
 
-    max_outer: int = 50
+    max_outer: int = 100
     tolerance: float | None = None
 
     #: For float64 and float32 kernels; floors are the covariance's.

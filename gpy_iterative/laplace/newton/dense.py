@@ -259,8 +259,6 @@ class LaplaceCholesky(LaplaceSolver):
     Options: see `LaplaceSolver`; the default tolerance is 1e-10 (matrices evaluated in float32: 1e-5).
     """
 
-    max_outer: int = 100
-
     _tolerances: ClassVar[tuple[float, float]] = (1e-10, 1e-5)
     _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]] = (NO_FLOOR, NO_FLOOR)
 
