@@ -44,7 +44,7 @@ MAX_STEPS = 200
 MEMORY = 5
 #: Most latent values at a time in an average over q: they fit a CPU's cache.
 SAMPLED_LATENTS = 2**16
-#: See `newton/base.py`.
+#: Share of the promised rise that a step must reach; shortest step.
 ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
 
 

@@ -26,8 +26,9 @@ from gpy_iterative.linear_solvers.solution import Solution, SolveProgress, Solve
 from gpy_iterative.training.training_system import MOST_ROWS_IN_FLOAT64, ROUNDING_IN_TRAINING, has_evaluated_matrix
 
 EPS = torch.finfo(torch.float64).eps
-#: Share of the promised rise that a step must reach; shortest step.
-ARMIJO, SHORTEST_STEP = 1e-4, EPS
+#: Share of the promised rise that a step must reach (with less, steps along half of the Hessian reflect at the maximum);
+#: shortest step.
+ARMIJO, SHORTEST_STEP = 0.1, EPS
 #: Psi decides if the promised rise exceeds its rounding TOLD times; a relative fall below UNTOLD may be rounding.
 TOLD, UNTOLD = 100, 1e-6
 #: Largest floor of a step's curvature, relative to the prior's least precision: it hardly holds a point back. Beside large

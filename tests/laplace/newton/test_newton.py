@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gpytorch.constraints import GreaterThan
-from gpytorch.likelihoods import BernoulliLikelihood, StudentTLikelihood
+from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, StudentTLikelihood
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
@@ -15,14 +15,19 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import BlockCurvature
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
 from gpy_iterative.laplace.newton import newton
-from gpy_iterative.laplace.newton.base import Problem
+from gpy_iterative.laplace.newton.base import LaplaceSolver, Problem
 from gpy_iterative.laplace.newton.basis import ActionBasis, GalerkinSystem
-from gpy_iterative.likelihoods import LogitBernoulliLikelihood, PointwiseLikelihood, PoissonLogLikelihood
+from gpy_iterative.likelihoods import (
+    LogitBernoulliLikelihood,
+    PointwiseLikelihood,
+    PoissonLogLikelihood,
+    register_curvature,
+)
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_operators.radial.functions import RBF
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton, LaplaceSolution, SolveStatus
-from tests.laplace.cases import LIKELIHOODS, Case, case, inputs
+from tests.laplace.cases import LIKELIHOODS, Case, LaplaceModel, case, inputs
 
 KINDS = [(name, "own") for name in LIKELIHOODS] + [("softmax", "shared"), ("softmax", "coregionalised")]
 
@@ -342,6 +347,31 @@ def test_steps_that_overshoot_below_the_rounding_of_the_density(n: int) -> None:
     prior, likelihood = problem.prior(), problem.pointwise()
     for solver in (LaplaceCholesky(), LaplaceNewton(tolerance=1e-9, max_outer=100)):
         assert solver.solve(prior, likelihood).converged
+
+
+class Pairs(Likelihood):
+    """Two independent counts for each point."""
+
+    def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> torch.distributions.Independent:
+        return torch.distributions.Independent(torch.distributions.Poisson(function_samples.exp()), 1)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5])
+@pytest.mark.parametrize("solver", [LaplaceCholesky(), LaplaceNewton(tolerance=1e-10)])
+def test_a_curvature_below_the_hessian(share: float, solver: LaplaceSolver) -> None:
+    """At a half, full steps reflect at the maximum: psi hardly rises. Below, they overshoot even where psi is rounding."""
+    register_curvature(
+        Pairs,
+        lambda _, f, y: (y * f - f.exp()).sum(-1),
+        fisher=lambda _, f, y: torch.diag_embed(share * f.exp()),
+        log_concave=False,
+        num_latents=2,
+    )
+    x = inputs(20)
+    signal = torch.stack([torch.sin(1.5 * x[:, 0]), 0.5 * x[:, 1]], dim=-1)
+    y = (signal + 3 + 0.3 * torch.cos(37.0 * torch.arange(40.0).view(20, 2))).exp().round()
+    problem = Case(LaplaceModel(x, y, Pairs(), 2, "multitask"), x, y)
+    assert solver.solve(problem.prior(), problem.pointwise()).converged
 
 
 class Amounts(_OneDimensionalLikelihood):
