@@ -304,6 +304,16 @@ def test_elbo_of_a_wide_prior(name: str, scale: float, monkeypatch: pytest.Monke
     assert_derivative(bound, problem.model.parameters())
 
 
+def test_elbo_begins_where_averages_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At points without counts the mode's curvature is nearly zero, and the average of exp(f) overflows."""
+    monkeypatch.setattr("gpy_iterative.laplace.elbo.MAX_STEPS", 1)
+    problem = case("poisson-log", n=30)
+    problem.model.covar_module.outputscale = 1e5
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo")
+    with pytest.warns(ConvergenceWarning, match="budget_exhausted"):
+        assert torch.isfinite(mll(problem.model(problem.x), problem.y))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("poisson-log", "own"), ("student", "own"), *LAYOUTS[-4:]])
 def test_elbo_gradient_in_a_subspace_is_its_derivative(name: str, kind: str) -> None:
