@@ -96,12 +96,12 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
 
     def _weights(self, run: Run) -> WeightDistribution:
         auxiliary, scale = run.parts["parameters"]["auxiliary"], run.parts["weights"]["scale"]
-        factor = positive_factor(_symmetric(auxiliary) * scale)
+        factor = positive_factor(auxiliary * scale)
         return WeightDistribution.from_factor(factor, run.parts["parameters"]["mean"])
 
     def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
         own, fixed = run.parts["parameters"], run.parts["weights"]
-        batch, auxiliary, scale = self._batch(problem, rows), _symmetric(own["auxiliary"]), fixed["scale"]
+        batch, auxiliary, scale = self._batch(problem, rows), own["auxiliary"], fixed["scale"]
         coupling = fixed["strength"] * fixed["dual"] / auxiliary.norm()
         log_determinant = torch.logdet(auxiliary) + self.num_features * scale.log()
         identity = torch.eye(self.num_features, dtype=coupling.dtype, device=coupling.device)
@@ -113,7 +113,7 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             return run
         own, fixed = run.parts["parameters"], run.parts["weights"]
         scale = fixed["scale"]
-        values, vectors = torch.linalg.eigh(_symmetric(own["auxiliary"]))
+        values, vectors = torch.linalg.eigh(own["auxiliary"])
         auxiliary = (vectors * values.clamp(min=1 / scale)) @ vectors.mT
         rows, run = next_rows(run, "other_rows", problem.num_data, self._current_batch_size())
         off = auxiliary - self._batch(problem, rows.to(auxiliary.device)).precision() / scale
@@ -123,10 +123,6 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             parameters={**own, "auxiliary": auxiliary},
             ascent=DONE,
         )
-
-
-def _symmetric(matrix: Tensor) -> Tensor:
-    return (matrix + matrix.mT) / 2
 
 
 def _in_ball(matrix: Tensor) -> Tensor:
