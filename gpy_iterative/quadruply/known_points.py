@@ -232,7 +232,7 @@ class KnownPoints:
     def _with_new_rows(self, call: Call, run: Run) -> Run:
         index = self.draw_rows(call)
         kept = {"index": index, "count": torch.tensor(1, device=CPU)}
-        return self._started(run, call.x[index].detach()).having(kept=kept, control=None)
+        return self._started(run, call.x[index]).having(kept=kept, control=None)
 
     def _started(self, run: Run, x: Tensor) -> Run:
         if run.parts.get("basis") is None or not self._has_hyperparameters_of(run):

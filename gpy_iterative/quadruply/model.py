@@ -276,7 +276,7 @@ class WeightSpaceCovarianceLinearOperator(DenseOnRequestLinearOperator):
         return float(MOVED * self.diagonal_part.abs().amax() + ROUNDING * torch.finfo(head.dtype).eps * head)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        if isinstance(row_index, slice) and row_index == col_index and not batch_indices:
+        if isinstance(row_index, slice) and row_index == col_index:
             parts = (self.x, self.root, self.diagonal_part)
             return type(self)(*(part[row_index] for part in parts), model=self.model)
         return super()._getitem(row_index, col_index, *batch_indices)

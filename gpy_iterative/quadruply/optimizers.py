@@ -82,7 +82,7 @@ class HeadNaturalGradient(_Optimizer):
         root = (rate * curvature).sqrt().unsqueeze(-1) * features * deviations
         gradient = self.num_data * weights.head_mean.grad.double()
         change = -rate * deviations * _solved(root, deviations * gradient)
-        weights.head_mean += (_length(weights.head_mean.double(), change, seen) * change).to(weights.head_mean.dtype)
+        weights.head_mean += (_length(weights.head_mean, change, seen) * change).to(weights.head_mean.dtype)
         if log_diagonal.grad is not None:
             # c^-2 += lr (1 + curvature - c^-2), by the gradient of log c.
             ratio = 1 + rate * self.num_data * log_diagonal.grad

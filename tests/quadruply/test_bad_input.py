@@ -144,6 +144,15 @@ def test_inputs_with_other_columns_than_the_points(make_basis: type[NystromBasis
         model.eval()(x[:, :2])
 
 
+@pytest.mark.parametrize("bad", [0.0, -0.1, torch.nan, torch.inf])
+def test_noise_variances_that_are_none(bad: float) -> None:
+    mll, model, x, y = make(num_data_samples=60)
+    noise = torch.full_like(y, 0.2)
+    noise[7] = bad
+    with pytest.raises(ValueError, match=f"must be finite and positive, but one is {bad}"):
+        mll(model(x), y, noise=noise)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_data_that_are_not_finite(bad: float) -> None:
     mll, model, x, y = make()
@@ -337,6 +346,7 @@ def test_training_goes_on_after_weights_that_were_no_numbers(points: int | None)
     with pytest.raises(NonFiniteError):
         mll(model(x), y)
     assert mll._run is before
+    mll.training_state()  # of what is not finite
     model.weights.tail_mean.data.copy_(good)
     mll(model(x), y)
     total = known_latent(mll).total

@@ -59,7 +59,9 @@ def test_predictions_are_exact_in_blocks(
     torch.testing.assert_close(prediction.mean, phi @ model.weights.mean + 0.7)
     torch.testing.assert_close(prediction.variance, covariance.diagonal())
     torch.testing.assert_close(prediction.covariance_matrix, covariance)
-    torch.testing.assert_close(prediction.lazy_covariance_matrix[:5, :5].to_dense(), covariance[:5, :5])
+    part = prediction.lazy_covariance_matrix[:5, :5]
+    assert type(part) is type(prediction.lazy_covariance_matrix)  # not dense
+    torch.testing.assert_close(part.to_dense(), covariance[:5, :5])
     torch.testing.assert_close(prediction.lazy_covariance_matrix[3:9, [0, 2]].to_dense(), covariance[3:9][:, [0, 2]])
     noisy = gaussian_likelihood(NOISE)(model(x))
     torch.testing.assert_close(noisy.variance, covariance.diagonal() + NOISE)
@@ -261,20 +263,44 @@ def test_a_natural_gradient_is_of_all_rows_whose_gradients_it_sums() -> None:
     torch.testing.assert_close(*means)
 
 
-@pytest.mark.parametrize("lr", [1.0, 0.3])
-def test_a_natural_step_from_the_prior_adds_its_rate_of_the_data(lr: float) -> None:
+@pytest.mark.parametrize(("lr", "n"), [(1.0, 200), (0.3, 200), (1.0, 15)])
+def test_a_natural_step_from_the_prior_adds_its_rate_of_the_data(
+    lr: float, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With all rows and Gaussian noise, at rate 1: the posterior mean, and deviations of one over its precision's root."""
-    x, y = data(200)
-    model = QuadruplyStochasticGP(NystromBasis(kernel_2d().requires_grad_(False), x[:40]))
+    factored = []
+    original = torch.linalg.cholesky
+    monkeypatch.setattr(torch.linalg, "cholesky", lambda matrix: factored.append(len(matrix)) or original(matrix))
+    points, y = data(200)
+    x, y = points[:n], y[:n]
+    model = QuadruplyStochasticGP(NystromBasis(kernel_2d().requires_grad_(False), points[:40]))
     set_weights(model, torch.zeros(40).double(), torch.eye(40).double())
-    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, num_data=200, generator=0)
-    optimizer = HeadNaturalGradient(model.weights, num_data=200, lr=lr)
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, num_data=n, generator=0)
+    optimizer = HeadNaturalGradient(model.weights, num_data=n, lr=lr)
     (-mll(model(x), y)).backward()
     optimizer.step()
     features = model.head_features(x).detach()
     precision = torch.eye(40).double() + lr * features.mT @ features / NOISE
     torch.testing.assert_close(model.weights.mean, torch.linalg.solve(precision, lr * features.mT @ y / NOISE))
     torch.testing.assert_close(model.weights.variance, 1 / precision.diagonal())
+    assert factored == [min(n, 40)]
+
+
+def test_a_curvature_below_zero_by_rounding_is_none() -> None:
+    """A Laplace likelihood's far from its kink: products with one slope, which cancel but for a rounding error."""
+    x, y = data()
+    model = QuadruplyStochasticGP(NystromBasis(kernel_2d().requires_grad_(False), x[:10]))
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, generator=0)
+    optimizer = HeadNaturalGradient(model.weights, num_data=40)
+    means = []
+    for curvature in (0.0, -1e-20):
+        set_weights(model, torch.zeros(10).double(), torch.eye(10).double())
+        optimizer.zero_grad()
+        (-mll(model(x), y)).backward()
+        model.weights.seen[0].curvature[3] = curvature
+        optimizer.step()
+        means.append(model.weights.mean)
+    torch.testing.assert_close(*means)
 
 
 @pytest.mark.slow
@@ -400,7 +426,7 @@ def test_empty_and_single_inputs() -> None:
 def test_what_the_model_refuses() -> None:
     x, _ = data()
     basis = RandomFourierBasis(kernel_2d(), 8)
-    with pytest.raises(ValueError, match="at most 8"):
+    with pytest.raises(ValueError, match="at most 8, the features"):
         QuadruplyStochasticGP(basis, num_dense_columns=10)
     with pytest.raises(ValueError, match="multiple of 2"):
         QuadruplyStochasticGP(basis, num_dense_columns=3)
