@@ -218,6 +218,20 @@ def test_adaptive_probabilities_lower_the_variance_and_do_not_look_ahead() -> No
     assert mll.training_state()["increments.count"].sum() == state["increments.count"].sum() + 1
 
 
+def test_every_increment_keeps_a_share_of_the_draws() -> None:
+    case = rff_case(n=40)
+    mll = SingleSample(case.likelihood, case.model, probabilities="adaptive", generator=0, **GRID)
+    grid = mll._grid(40)
+    size = len(grid) - 1
+    squares = torch.zeros(size, dtype=torch.float64)
+    squares[1] = 1e30  # the others have been zero in a billion draws
+    increments = {"count": torch.full_like(squares, 1e9), "squares": squares}
+    found = mll._probabilities(grid, mll._run.having(increments=increments))
+    expected = torch.full_like(squares, 0.05 / size)
+    expected[1] += 0.95
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("name", WITH_FEATURES)
 def test_every_kernel_with_features(name: str) -> None:
     """With many frequencies the likelihood comes near the exact one; every parameter has its gradient."""
