@@ -10,8 +10,6 @@ from torch import Tensor
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.preconditioners.preconditioner import PreconditionerRecipe, SampledPreconditioner
 
-#: Columns up to which vectors are multiplied faster as rows in float32; in float64 large matrices mostly do.
-FEW_COLUMNS = 8
 #: Rows multiplied, and columns of I + W^T W computed, at a time.
 CHUNK = 4096
 COLUMNS = 256
@@ -64,7 +62,7 @@ class LowRankPlusDiagonal(SampledPreconditioner):
         if rhs.dtype != self.factor.dtype or torch.finfo(rhs.dtype).eps > self._allowed_eps:
             return self._solve_in_float64(rhs)
         diagonal = self.diagonal.unsqueeze(-1)
-        return (rhs - _times(self.factor, self._inner_solve(_times(self.factor.mT, rhs / diagonal)))) / diagonal
+        return (rhs - self.factor @ self._inner_solve(self._projected(rhs / diagonal))) / diagonal
 
     def _solve_in_float64(self, rhs: Tensor) -> Tensor:
         diagonal = self.diagonal.unsqueeze(-1)
@@ -93,9 +91,13 @@ class LowRankPlusDiagonal(SampledPreconditioner):
         factor_base, diagonal_base = base.split([self.rank, self.diagonal.shape[-1]], dim=-2)
         root = self.diagonal.sqrt().unsqueeze(-1)
         whitened = diagonal_base / root
-        inner = self._inner_solve(factor_base - _times(self.factor.mT, whitened))
-        dual = whitened + _times(self.factor, inner) / self.diagonal.unsqueeze(-1)
-        return _times(self.factor, factor_base) + root * diagonal_base, dual
+        inner = self._inner_solve(factor_base - self._projected(whitened))
+        dual = whitened + self.factor @ inner / self.diagonal.unsqueeze(-1)
+        return self.factor @ factor_base + root * diagonal_base, dual
+
+    def _projected(self, vectors: Tensor) -> Tensor:
+        """L^T vectors: as rows, which read L row by row."""
+        return (vectors.mT @ self.factor).mT
 
     def _inner_solve(self, rhs: Tensor) -> Tensor:
         return torch.cholesky_solve(rhs.double(), self._cholesky).to(rhs.dtype)
@@ -103,11 +105,6 @@ class LowRankPlusDiagonal(SampledPreconditioner):
 
 class NystromFactor(LowRankPlusDiagonal):
     """With L L^T <= K for a system K + diag(d): preconditioned eigenvalues are at least 1."""
-
-
-def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
-    is_faster = vectors.shape[-1] <= FEW_COLUMNS or matrix.dtype == torch.float64
-    return (vectors.mT @ matrix.mT).mT if is_faster else matrix @ vectors
 
 
 def _inner_matrix(factor: Tensor, diagonal: Tensor, dtype: torch.dtype) -> Tensor:

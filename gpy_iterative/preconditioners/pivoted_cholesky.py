@@ -186,7 +186,6 @@ class PartialCholesky:
         self.rest = self.rest - columns.square().sum(0)
         # A negative rest is a rounding error.
         self.stop = self.stop.maximum(-self.rest.min())
-        self.rest.clamp_min_(0)
         self.rest[self.pivots] = 0
 
     def rows(self, rows: Tensor) -> Tensor:
