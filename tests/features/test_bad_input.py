@@ -399,6 +399,10 @@ def test_an_optimiser_that_forgets_the_weights(method: str) -> None:
     train(case, mll, list(mll.parameters()))  # no warning
     with pytest.warns(BiasWarning, match=r"mll\.parameters\(\)"):
         train(case, mll, list(case.model.parameters()))
+    case, mll = started(method)
+    for parameter in mll.parameters(recurse=False):
+        parameter.requires_grad_(False)
+    train(case, mll, list(case.model.parameters()))  # fixed on purpose: no warning
 
 
 @pytest.mark.parametrize("method", ["natural", "gradient"])
