@@ -114,7 +114,7 @@ class ExponentialTruncation:
         else:
             # log and exp would lose all digits at a tiny rate.
             beyond = -torch.log1p(uniform * math.expm1(-self.rate * self._support)) / self.rate
-        return self.min_steps + beyond.floor().clamp(0, self._support - 1).long()
+        return self.min_steps + beyond.floor().clamp_max(self._support - 1).long()
 
     def mean(self) -> float:
         """E[J]."""

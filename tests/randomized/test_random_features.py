@@ -158,6 +158,7 @@ def test_enumerated_increments_add_up_to_the_last_term(frequency_step: int) -> N
         term, term_gradients = value_and_gradients(mll, case)
         report = mll.report.truncation
         assert (report.grid_index, report.is_exact) == (index, index == len(p))
+        assert report.num_frequencies == (grid[index - 1] if report.is_exact else grid[index])
         value += probability * term
         for name, gradient in term_gradients.items():
             gradients[name] = gradients[name] + probability * gradient
@@ -223,6 +224,7 @@ def test_every_increment_keeps_a_share_of_the_draws() -> None:
     mll = SingleSample(case.likelihood, case.model, probabilities="adaptive", generator=0, **GRID)
     grid = mll._grid(40)
     size = len(grid) - 1
+    assert float(mll._probabilities(grid, mll._run)[-1]) == pytest.approx(0.95 * 0.4 + 0.05 / size)  # the exact term's
     squares = torch.zeros(size, dtype=torch.float64)
     squares[1] = 1e30  # the others have been zero in a billion draws
     increments = {"count": torch.full_like(squares, 1e9), "squares": squares}
@@ -298,6 +300,7 @@ def test_a_grid_of_one_increment_draws_it_always() -> None:
         assert torch.isfinite(mll(case.model(case.x), case.y))
         assert mll.report.truncation.probability == pytest.approx(1)
         assert mll.report.truncation.is_exact
+        assert mll.training_state()["features.count"] == 5  # the exact term needs no features of its own
 
 
 @pytest.mark.slow

@@ -280,6 +280,15 @@ def test_a_series_that_ends_unconverged_is_told_to_be_biased(truncation, categor
         mll(case.model(case.x), case.y)
 
 
+def test_a_series_that_is_solved_where_it_ends_is_not() -> None:
+    case = smooth_case()
+    case.likelihood.noise = 1.0
+    mll = roulette(case, truncation=FixedTruncation(8))
+    mll(case.model(case.x), case.y)  # a warning would be an error here
+    assert not mll.report.truncation.converged[0]
+    assert mll.report.residual_targets < 0.01
+
+
 def test_terms_that_do_not_fall_are_told_without_a_rate() -> None:
     """Where terms do not fall there is no rate to advise."""
     case = smooth_case()

@@ -89,6 +89,14 @@ def test_sampler_follows_the_distribution(setting: tuple) -> None:
     assert abs(draws.double().mean() - truncation.mean()) < 4 * draws.double().std() / size**0.5
 
 
+def test_the_largest_uniform_number_gives_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
+    monkeypatch.setattr("gpy_iterative.random_numbers.uniform", lambda *arguments: largest)
+    for size in range(1, 60):  # rounding makes it the next for some of them
+        truncation = ExponentialTruncation(3, 1e-9, 2 + size)
+        assert truncation.sample((1,), torch.Generator()).item() in (2 + size, max(3, 1 + size))
+
+
 def test_rates_at_the_ends_of_their_range() -> None:
     """One that is all but zero gives the uniform distribution, a huge one no steps beyond the minimum."""
     tiny, uniform = ExponentialTruncation(3, 1e-18, 12), ExponentialTruncation(3, 0.0, 12)

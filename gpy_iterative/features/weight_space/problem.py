@@ -57,7 +57,7 @@ class FeatureBatch:
 
 
 def check_one_output(function_dist: MultivariateNormal) -> None:
-    if isinstance(function_dist, MultitaskMultivariateNormal) or function_dist.loc.dim() != 1:
+    if isinstance(function_dist, MultitaskMultivariateNormal) or function_dist.batch_shape:
         raise ValueError(
             f"One output and one model are supported, not a {type(function_dist).__name__} of batch shape "
             f"{tuple(function_dist.batch_shape)}. Independent outputs: one model each, with SumMarginalLogLikelihood."
@@ -107,13 +107,6 @@ class WeightSpaceProblem:
                 "model for each set of targets."
             )
         self.prior = WeightSpacePrior(function_dist)
-        for term in self.prior.terms:
-            if term.inputs.dim() != 2 or term.kernel.batch_shape:
-                raise ValueError(
-                    f"A batch of kernels is not supported: {type(term.kernel).__name__} has batch shape "
-                    f"{tuple(term.kernel.batch_shape)}, its inputs {tuple(term.inputs.shape)}. Use one model for "
-                    "each kernel."
-                )
         self._progress = progress
         self._distribution, self._target = function_dist, target
         self._likelihood, self._params, self._kwargs = likelihood, params, kwargs or {}
