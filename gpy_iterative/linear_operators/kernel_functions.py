@@ -174,8 +174,9 @@ def shortest_lengthscales(kernel: Kernel, inputs: Tensor) -> Tensor:
             dims = part.active_dims
             if part is kernel or dims is None:
                 dims = torch.arange(size, device=found.device)
-            if len(dims) and dims.max() < size:
-                lengthscale = part.lengthscale.detach().flatten(0, -2).amin(0).to(found)
+            lengthscale = part.lengthscale.detach().flatten(0, -2).amin(0).to(found)
+            # A kernel's own `forward` may give other inputs to a part, as BoTorch's LinearTruncatedFidelityKernel does.
+            if len(dims) and dims.max() < size and len(lengthscale) in (1, len(dims)):
                 found[dims] = torch.minimum(found[dims], lengthscale)
     return torch.where(torch.isfinite(found), found, 1.0)
 

@@ -14,6 +14,7 @@ from linear_operator.operators import (
     RootLinearOperator,
     SumLinearOperator,
 )
+from torch import Tensor
 
 from gpy_iterative.linear_operators import (
     GenericKernelLinearOperator,
@@ -190,6 +191,17 @@ def test_blocks_of_a_root_pick_no_row_of_it_for_every_entry(monkeypatch: pytest.
     torch.testing.assert_close(principal_blocks(RootLinearOperator(root), rows), expected)
 
 
+class OwnInputs(Kernel):
+    """Its part has other inputs, as in BoTorch's LinearTruncatedFidelityKernel (iterations failed)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = RBFKernel(ard_num_dims=3)
+
+    def forward(self, x1: Tensor, x2: Tensor, **params) -> Tensor:
+        return self.part(*(torch.cat([x, x[..., :1]], dim=-1) for x in (x1, x2)), **params)
+
+
 def test_inputs_that_tell_which_points_are_near() -> None:
     x, operator = inputs(N, 2).double(), radial()
     assert kernel_inputs(dense_operator()) is None
@@ -204,6 +216,7 @@ def test_inputs_that_tell_which_points_are_near() -> None:
     kernel.kernels[1].lengthscale = torch.tensor([[0.1, 3.0]])
     generic = GenericKernelLinearOperator.of_kernel(kernel, x)
     torch.testing.assert_close(kernel_inputs(generic), x / torch.tensor([0.1, 0.5]).double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(kernel_inputs(GenericKernelLinearOperator.of_kernel(OwnInputs().double(), x)), x)
     points = kronecker()
     torch.testing.assert_close(kernel_inputs(points), points.points.x1.repeat_interleave(3, dim=0))
     some = observed()
