@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import reduce
+from math import prod
 from typing import Any
 
 import gpytorch
@@ -14,14 +15,17 @@ from gpytorch.likelihoods.noise_models import FixedGaussianNoise, Heteroskedasti
 from linear_operator import LinearOperator, to_dense, to_linear_operator
 from linear_operator.operators import (
     ConstantMulLinearOperator,
+    DenseLinearOperator,
     DiagLinearOperator,
     InterpolatedLinearOperator,
     KroneckerProductLinearOperator,
+    MulLinearOperator,
     RootLinearOperator,
     SumLinearOperator,
 )
 from torch import Tensor
 
+from gpy_iterative.errors import ApproximationWarning, warn
 from gpy_iterative.linear_operators.extensions import all_parts
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
@@ -97,13 +101,31 @@ def kernel_operator(
     if type(covariance) is KroneckerProductLinearOperator:
         parts = enumerate(covariance.linear_ops)
         return KroneckerLinearOperator(*(kernel_operator(part, products, cache.part(str(i))) for i, part in parts))
-    if not any(isinstance(part, LazyEvaluatedKernelTensor) for part in all_parts(covariance)):
+    if isinstance(covariance, MulLinearOperator):
+        return _entrywise_product(covariance)
+    if not any(isinstance(part, LazyEvaluatedKernelTensor | MulLinearOperator) for part in all_parts(covariance)):
         return covariance
     read = lambda name, part: (
         kernel_operator(part, products, cache.part(str(name))) if isinstance(part, LinearOperator) else part
     )
     parts = [read(number, part) for number, part in enumerate(covariance._args)]
     return type(covariance)(*parts, **{name: read(name, part) for name, part in covariance._kwargs.items()})
+
+
+def _entrywise_product(covariance: MulLinearOperator) -> LinearOperator:
+    """Dense unless ranks are low: linear_operator's product with s columns stores n s numbers for each rank."""
+    ranks = [part.root.shape[-1] for part in (covariance.left_linear_op, covariance.right_linear_op)]
+    size, most = covariance.shape[-1], gpytorch.settings.max_cholesky_size.value()
+    is_truncated = gpytorch.settings.max_root_decomposition_size.value() in ranks
+    # Equal ranks are those of `prod(-3)`, which for odd numbers of factors of low rank also has a wrong scale.
+    if size > most and (is_truncated or ranks[0] == ranks[1]):
+        warn(
+            f"Beyond {most} rows GPyTorch approximates k(x).prod(-3) and k1(x) * k2(x) by Lanczos, and may be far from the "
+            "product: likelihoods and predictions may be wrong. Take a product kernel, k1 * k2 with active_dims or a "
+            f"ProductStructureKernel, or set gpytorch.settings.max_cholesky_size above the {size} rows and test points.",
+            ApproximationWarning,
+        )
+    return covariance if prod(ranks) < size else DenseLinearOperator(covariance.to_dense())
 
 
 def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
