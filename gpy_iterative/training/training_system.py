@@ -163,7 +163,7 @@ def num_training_data(model: ExactGP) -> int:
     assert model.train_inputs is not None
     assert model.train_targets is not None
     targets, rows = model.train_targets.shape, model.train_inputs[0].shape[-2]
-    return rows if targets[-1] == rows else rows * targets[-1]
+    return targets[-1] if len(targets) == 1 or targets[-1] == rows else rows * targets[-1]
 
 
 @torch.no_grad()

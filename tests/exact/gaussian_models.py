@@ -16,6 +16,7 @@ from gpytorch.likelihoods import (
     _GaussianLikelihoodBase,
 )
 from gpytorch.likelihoods.noise_models import HeteroskedasticNoise
+from linear_operator.operators import DenseLinearOperator, KroneckerProductLinearOperator
 from torch import Tensor
 
 
@@ -71,6 +72,15 @@ class MultitaskRegression(gpytorch.models.ExactGP):
 
     def forward(self, x: Tensor) -> MultitaskMultivariateNormal:
         return MultitaskMultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+class ListedOutputs(Regression):
+    """Two values for each input, as one list: BoTorch's HigherOrderGP."""
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        prior, tasks = super().forward(x), torch.tensor([[1.0, 0.3], [0.3, 0.7]], dtype=x.dtype)
+        covariance = KroneckerProductLinearOperator(prior.lazy_covariance_matrix, DenseLinearOperator(tasks))
+        return MultivariateNormal(prior.mean.repeat_interleave(2, dim=-1), covariance)
 
 
 class IndependentOutputs(Regression):
@@ -178,6 +188,14 @@ def _independent_outputs() -> Case:
     likelihood = MultitaskGaussianLikelihood(num_tasks=2)
     kernel = kernels.ScaleKernel(kernels.MaternKernel(batch_shape=TWO), batch_shape=TWO)
     model = IndependentOutputs(x, targets, likelihood, kernel, (2,)).double()
+    _move(model)
+    return Case(model, likelihood, x, targets)
+
+
+def _listed_outputs() -> Case:
+    x, y = data(25)
+    likelihood, targets = GaussianLikelihood(), torch.stack([y, y.flip(0)], dim=-1).flatten()
+    model = ListedOutputs(x, targets, likelihood, kernels.ScaleKernel(kernels.MaternKernel())).double()
     _move(model)
     return Case(model, likelihood, x, targets)
 
@@ -359,6 +377,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "tasks-of-rows": _tasks_of_rows,
     "derivatives": _derivatives,
     "independent-outputs": _independent_outputs,
+    "listed-outputs": _listed_outputs,
     "summed-batch": _summed_batch,
     "batch-of-products": _batch_of_products,
     "dirichlet-classification": _dirichlet_classification,

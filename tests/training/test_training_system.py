@@ -8,7 +8,7 @@ from tests.exact.gaussian_models import CASES
 
 
 @pytest.mark.parametrize(
-    "name", ["rbf", "multitask", "batch", "derivatives", "independent-outputs", "coregionalization"]
+    "name", ["rbf", "multitask", "batch", "derivatives", "independent-outputs", "listed-outputs", "coregionalization"]
 )
 def test_rows_of_the_matrix(name: str) -> None:
     case = CASES[name]()

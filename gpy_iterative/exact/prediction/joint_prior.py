@@ -64,7 +64,8 @@ def joint_prior(
     points = [x.reshape(-1, x.shape[-1]) for x in inputs] if is_list else inputs
     joint = prior_at_both(model, train, points)
 
-    outputs = joint.event_shape[1:].numel()
+    # Also of models whose output is one list, such as BoTorch's HigherOrderGP.
+    outputs = joint.loc.shape[-1] // (train[0].shape[-2] + points[0].shape[-2])
     size = train[0].shape[-2] * outputs
     covariance = joint.lazy_covariance_matrix
     once = replace(products, cache_memory=0)
@@ -78,12 +79,13 @@ def joint_prior(
         mean, test_train = mean.expand(*batch, mean.shape[-1]), expanded(test_train, batch)
     test_test = expanded(test_test, batch)
     # Copies: variances are evaluated later, at these hyperparameters.
+    is_multitask = isinstance(joint, MultitaskMultivariateNormal)
     return JointPrior(
         mean,
         test_train.clone(),
         test_test.clone(),
-        type(joint) if isinstance(joint, MultitaskMultivariateNormal) else MultivariateNormal,
-        torch.Size((num_test, *joint.event_shape[1:])),
+        type(joint) if is_multitask else MultivariateNormal,
+        torch.Size((num_test, outputs) if is_multitask else (num_test * outputs,)),
     )
 
 
@@ -150,7 +152,12 @@ def covariance_blocks(
         kernel, jitter = whole.kernel, whole.noise[..., size:]
         return kernel[..., size:, :size], NoisyLinearOperator(kernel[..., size:, size:], jitter)
     # GPyTorch's lazy blocks first, then operators: this keeps Kronecker structure.
-    blocks = covariance[..., size:, :size], covariance[..., size:, size:]
+    points, tasks = covariance, []
+    if type(covariance) is KroneckerProductLinearOperator:
+        points, *tasks = covariance.linear_ops
+        size = size * points.shape[-1] // covariance.shape[-1]
+    blocks = points[..., size:, :size], points[..., size:, size:]
+    blocks = [KroneckerProductLinearOperator(block, *tasks) if tasks else block for block in blocks]
     test_train, test_test = (kernel_operator(block, products) for block in blocks)
     return test_train, _rounded_as(test_train, test_test)
 

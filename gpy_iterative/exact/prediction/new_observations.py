@@ -56,8 +56,9 @@ def with_observations(
     points = checked_inputs(known, list(inputs))
     if len({x.shape[-2] for x in points}) > 1:
         raise ValueError(f"All new inputs need the same number of rows, got shapes {[tuple(x.shape) for x in points]}.")
-    count = points[0].shape[-2]
-    _check_targets(targets, before, count, event_dims)
+    # A list of targets may have several for each input.
+    per_input = before.shape[-1] // known[0].shape[-2] if event_dims == 1 else 1
+    _check_targets(targets, before, points[0].shape[-2] * per_input, event_dims)
     _check_noise(noise, likelihood, targets)
     batch = common_batch(*(x.shape[:-2] for x in (*known, *points)))
     noises = () if noise is None else (likelihood.noise_covar.noise.shape[:-1], noise.shape[:-1])

@@ -33,7 +33,8 @@ def posterior_of(case: Case, solver: Any = TIGHT, **options: Any) -> PathwisePos
 def new_data(case: Case, m: int = 7, *batch: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Inputs [m, d], targets as the case's [*batch, ...], and variances where the likelihood wants them."""
     shape = case.y.shape
-    shape = (m, *shape[1:]) if shape[0] == len(case.x) else (*shape[:-1], m)
+    in_list = m * max(shape[-1] // len(case.x), 1)
+    shape = (m, *shape[1:]) if shape[0] == len(case.x) else (*shape[:-1], in_list)
     y = torch.randn((*batch, *shape), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     has_fixed_noise = isinstance(case.likelihood, FixedNoiseGaussianLikelihood)
     return held_out_points(m), y, 0.2 + 0.1 * y.sin() if has_fixed_noise else None
