@@ -129,8 +129,16 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
         """k(x1, x2) [*b, n, m], differentiable."""
         parameters = self.parameters if parameters is None else parameters
-        # A kernel's own float64 tensors turn float32 into float64.
-        values = self._function(self._named(parameters), x1, x2).to(self.dtype)
+        try:
+            # A kernel's own float64 tensors turn float32 into float64.
+            values = self._function(self._named(parameters), x1, x2).to(self.dtype)
+        except RuntimeError as error:
+            if x1.shape[-2] != x2.shape[-2]:  # such as GPyTorch's RBFKernelGradGrad
+                error.add_note(
+                    f"{type(self.kernel).__name__} was called with {x1.shape[-2]} and {x2.shape[-2]} inputs. Predictions "
+                    "and iterative solvers need kernels that take different numbers of inputs."
+                )
+            raise
         if values.shape[-2:] != (x1.shape[-2] * self._outputs, x2.shape[-2] * self._outputs):
             raise ValueError(
                 f"{type(self.kernel).__name__} has a matrix of shape {tuple(values.shape)} for {x1.shape[-2]} and "

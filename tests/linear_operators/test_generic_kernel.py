@@ -162,6 +162,15 @@ def test_a_kernel_that_returns_another_shape_is_named() -> None:
         operator.diagonal(dim1=-1, dim2=-2)
 
 
+def test_a_kernel_that_fails_for_different_numbers_of_inputs_is_named() -> None:
+    """GPyTorch's RBFKernelGradGrad, and ProductStructureKernel of a GridInterpolationKernel."""
+    x, kernel = inputs(13, 2).double(), kernels.RBFKernelGradGrad().double()
+    operator = GenericKernelLinearOperator.of_kernel(kernel, x, products=KernelProducts(tile_size=40))
+    with pytest.raises(RuntimeError, match="must match the size") as raised:
+        operator @ torch.ones(operator.shape[-1], 1).double()
+    assert "RBFKernelGradGrad was called with 8 and 5 inputs" in raised.value.__notes__[0]
+
+
 class Borrowing(UserKernel):
     """Uses whatever tensor it is given."""
 

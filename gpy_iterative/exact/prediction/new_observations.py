@@ -96,7 +96,9 @@ def _check_noise(noise: Tensor | None, likelihood: Likelihood, targets: Tensor) 
     if not isinstance(likelihood, FixedNoiseGaussianLikelihood):
         if noise is not None:
             raise ValueError(
-                f"{name} has its own noise: leave noise= out, which is for a FixedNoiseGaussianLikelihood."
+                f"{name} has its own noise: leave noise= out, which is for a FixedNoiseGaussianLikelihood. For acquisition "
+                "functions that pass it (joint entropy search), model.train(); model.eval() restores GPyTorch's own dense "
+                "predictions."
             )
         return
     if noise is None:
