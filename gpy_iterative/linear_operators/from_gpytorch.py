@@ -121,8 +121,8 @@ def _entrywise_product(covariance: MulLinearOperator) -> LinearOperator:
     if size > most and (is_truncated or ranks[0] == ranks[1]):
         warn(
             f"Beyond {most} rows GPyTorch approximates k(x).prod(-3) and k1(x) * k2(x) by Lanczos, and may be far from the "
-            "product: likelihoods and predictions may be wrong. Take a product kernel, k1 * k2 with active_dims or a "
-            f"ProductStructureKernel, or set gpytorch.settings.max_cholesky_size above the {size} rows and test points.",
+            "product: likelihoods and predictions may be wrong. Take a product kernel (k1 * k2 with active_dims), or "
+            f"set gpytorch.settings.max_cholesky_size above the {size} rows and test points.",
             ApproximationWarning,
         )
     return covariance if prod(ranks) < size else DenseLinearOperator(covariance.to_dense())

@@ -13,7 +13,7 @@ from typing import Any
 
 import gpytorch
 import torch
-from gpytorch.kernels import AdditiveKernel, CylindricalKernel, Kernel, ProductKernel
+from gpytorch.kernels import AdditiveKernel, CylindricalKernel, Kernel, ProductKernel, ProductStructureKernel
 from gpytorch.kernels.keops.keops_kernel import KeOpsKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator, to_dense, to_linear_operator
@@ -74,9 +74,26 @@ class _EagerProduct(ProductKernel):
         return reduce(torch.mul, (to_dense(kernel(x1, x2, diag=diag, **params)) for kernel in self.kernels))
 
 
+class _EagerProductStructure(ProductStructureKernel):
+    """A product without linear_operator's, which approximates factors or fails."""
+
+    def forward(
+        self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
+    ) -> Tensor:
+        if last_dim_is_batch:
+            return super().forward(x1, x2, diag, last_dim_is_batch, **params)  # refuses it
+        factors = to_dense(self.base_kernel(x1, x2, diag=diag, last_dim_is_batch=True, **params))
+        return factors.prod(-2 if diag else -3)
+
+
 @cache
 def _eager(kind: type[Kernel]) -> type[Kernel]:
-    for base, own in ((AdditiveKernel, _EagerSum), (ProductKernel, _EagerProduct)):
+    pairs = (
+        (AdditiveKernel, _EagerSum),
+        (ProductKernel, _EagerProduct),
+        (ProductStructureKernel, _EagerProductStructure),
+    )
+    for base, own in pairs:
         if kind.forward is base.forward:
             return types.new_class(kind.__name__, (own, kind, _Eager))
     return types.new_class(kind.__name__, (kind, _Eager))  # a kernel's own `__call__` comes first

@@ -2,6 +2,7 @@
 
 import itertools
 import unittest
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,6 +127,21 @@ def test_a_product_of_factors_that_are_not_positive_definite() -> None:
     torch.testing.assert_close(kernel_diagonal(kernel, x), wanted.diagonal(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [6, 13])
+def test_a_product_over_dimensions_of_grids(rows: int) -> None:
+    """GPyTorch's fails for different numbers of inputs, and approximates many."""
+    base = kernels.GridInterpolationKernel(kernels.RBFKernel(), 20, num_dims=1, grid_bounds=[(-5.0, 5.0)]).double()
+    x, other = inputs(13, 2).double(), inputs(rows, 2, seed=1).double()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # GPyTorch deprecates this kernel, torch what grids use
+        kernel = kernels.ProductStructureKernel(base, 2)
+        operator = GenericKernelLinearOperator.of_kernel(kernel, x, other, products=KernelProducts(tile_size=5))
+        expected = base(x[:, :1], other[:, :1]).to_dense() * base(x[:, 1:], other[:, 1:]).to_dense()
+        torch.testing.assert_close(operator @ torch.eye(rows).double(), expected)
+        whole = GenericKernelLinearOperator.of_kernel(kernel, x)
+        torch.testing.assert_close(whole._diagonal(), whole.to_dense().diagonal())
+
+
 def test_aligned_slices_of_a_multi_output_kernel_stay_free_of_the_matrix() -> None:
     operator = operator_of("gradients")
     assert isinstance(operator[3:9, 3:9], GenericKernelLinearOperator)
@@ -163,7 +179,7 @@ def test_a_kernel_that_returns_another_shape_is_named() -> None:
 
 
 def test_a_kernel_that_fails_for_different_numbers_of_inputs_is_named() -> None:
-    """GPyTorch's RBFKernelGradGrad, and ProductStructureKernel of a GridInterpolationKernel."""
+    """GPyTorch's RBFKernelGradGrad."""
     x, kernel = inputs(13, 2).double(), kernels.RBFKernelGradGrad().double()
     operator = GenericKernelLinearOperator.of_kernel(kernel, x, products=KernelProducts(tile_size=40))
     with pytest.raises(RuntimeError, match="must match the size") as raised:
