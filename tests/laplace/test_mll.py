@@ -224,6 +224,21 @@ def test_a_bound_in_a_subspace_does_not_depend_on_earlier_steps() -> None:
     assert gradients(problem, mll)[0] == pytest.approx(first, rel=1e-9)
 
 
+def test_a_bound_in_a_subspace_is_that_of_float64_where_rounding_matters() -> None:
+    """The search in float64 began where that in float32 ended: with fewer actions."""
+    bounds = []
+    for dtype in (torch.float32, torch.float64):
+        problem = case("poisson-log", n=100, dtype=torch.float32)
+        problem.model.covar_module.outputscale = 10.0
+        x, y = problem.x.to(dtype), (2000 * problem.y).to(dtype)
+        problem.model.to(dtype).set_train_data(x, y, strict=False)
+        mll = LaplaceMarginalLogLikelihood(
+            problem.likelihood, problem.model, objective="elbo", solver=LaplaceNewton(tolerance=1e-5)
+        )
+        bounds.append(mll(problem.model(x), y).item())
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-6)
+
+
 def importance_sampled_evidence(problem: Case, draws: int = 40_000) -> tuple[float, float]:
     """Log p(y) and its standard error, proposals from Laplace's approximation; one latent function."""
     prior, likelihood = problem.prior(), problem.pointwise()

@@ -254,7 +254,8 @@ class LaplaceSolver(ABC):
         solution = solve(prior, initial_weights=initial_weights)
         if solution.status is SolveStatus.STAGNATED and gains_by_float64(prior):
             prior = in_double(prior)
-            solution = solve(prior, initial_weights=solution.value)
+            # A cold search stays cold: it finds the actions that a bound needs.
+            solution = solve(prior, initial_weights=None if initial_weights is None else solution.value)
         return prior, solution
 
     @torch.inference_mode(False)
