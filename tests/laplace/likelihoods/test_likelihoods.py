@@ -411,7 +411,7 @@ def test_a_rate_of_zero_has_no_counts() -> None:
     pointwise = PointwiseLikelihood(likelihood, counts, 1)
     torch.testing.assert_close(pointwise.log_prob(mean.unsqueeze(-1)), likelihood(mean).log_prob(counts))
     for value in (likelihood.log_marginal(counts, latent), likelihood.expected_log_prob(counts, latent)):
-        assert value[:2].tolist() == [0.0, -math.inf]
+        assert value[:2].tolist() == pytest.approx([0.0, -math.inf], abs=1e-12)  # weights' sum rounds
         assert -3 < value[2] < 0
 
 
