@@ -78,7 +78,7 @@ class ListedOutputs(Regression):
     """Two values for each input, as one list: BoTorch's HigherOrderGP."""
 
     def forward(self, x: Tensor) -> MultivariateNormal:
-        prior, tasks = super().forward(x), torch.tensor([[1.0, 0.3], [0.3, 0.7]], dtype=x.dtype)
+        prior, tasks = super().forward(x), x.new_tensor([[1.0, 0.3], [0.3, 0.7]])
         covariance = KroneckerProductLinearOperator(prior.lazy_covariance_matrix, DenseLinearOperator(tasks))
         return MultivariateNormal(prior.mean.repeat_interleave(2, dim=-1), covariance)
 
