@@ -37,6 +37,13 @@ def test_two_classes_are_a_logistic_function_of_their_difference() -> None:
     torch.testing.assert_close(probabilities(mean, covariance, "pairwise")[:, 0], expected)
 
 
+def test_diagonal_divides_each_mean_by_its_own_spread() -> None:
+    mean, covariance = marginals()
+    spread = [(1 + math.pi / 8 * float(covariance[0, i, i])) ** 0.5 for i in range(3)]
+    expected = torch.softmax(mean / torch.tensor(spread).double(), -1)
+    torch.testing.assert_close(probabilities(mean, covariance, "diagonal"), expected)
+
+
 def test_what_all_classes_share_changes_no_probability_but_of_diagonal() -> None:
     mean, covariance = marginals()
     torch.testing.assert_close(
