@@ -1,7 +1,10 @@
 """Copies of modules: what is written on them stays on them, and what they hold is the originals'."""
 
+import gc
+import weakref
 from collections.abc import Callable
 
+import gpytorch
 import pytest
 import torch
 from torch import Tensor, nn
@@ -101,6 +104,16 @@ def test_what_is_there_twice_stays_one() -> None:
     assert copied.tied is copied.layer
     assert copied.tied is not module.tied
     assert copied.tied.weight is copied.layer.weight
+
+
+def test_a_copy_does_not_hold_the_original() -> None:
+    """An original model holds a prediction strategy, which may be large."""
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+    copied, original = ModuleCopies(**APART).of(kernel), weakref.ref(kernel)
+    del kernel
+    gc.collect()
+    assert original() is None
+    assert copied.outputscale > 0
 
 
 def test_containers_are_shared_unless_apart() -> None:
