@@ -346,7 +346,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         if self.needs_features:
             check_one_output(prior)
             return WeightSpacePrior(prior).features().basis.shape[-1]
-        prior.lazy_covariance_matrix.diagonal()
+        prior.lazy_covariance_matrix.to_dense()  # GPyTorch takes the diagonals of as many dimensions as rows for a matrix
         return 0
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureMarginalLogLikelihood":

@@ -13,7 +13,13 @@ from typing import Any
 
 import gpytorch
 import torch
-from gpytorch.kernels import AdditiveKernel, CylindricalKernel, Kernel, ProductKernel, ProductStructureKernel
+from gpytorch.kernels import (
+    AdditiveKernel,
+    CylindricalKernel,
+    Kernel,
+    ProductKernel,
+    ProductStructureKernel,
+)
 from gpytorch.kernels.keops.keops_kernel import KeOpsKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator, to_dense, to_linear_operator
@@ -23,6 +29,7 @@ from torch.func import functional_call
 
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances, needs_differences
+from gpy_iterative.linear_operators.radial_inputs import active_inputs
 
 #: Held while a process-wide setting is changed: overlapping changes would not restore it.
 GPYTORCH_SETTINGS = threading.RLock()
@@ -49,6 +56,9 @@ class _Eager(Kernel):
         return squares if square_dist else squares.clamp_min(1e-30).sqrt()
 
     def __call__(self, *inputs: Any, **options: Any) -> LinearOperator | Tensor:
+        if options.get("diag") and options.get("last_dim_is_batch"):
+            # `Kernel.__call__` takes the diagonals of as many dimensions as rows for a matrix.
+            return gpytorch.Module.__call__(self, *(active_inputs(self, x) for x in inputs), **options)
         result = super().__call__(*inputs, **options)
         if options.get("diag") and isinstance(result, LinearOperator):
             return result.diagonal(dim1=-1, dim2=-2)  # of a batch of kernels that ignore `diag`, as IndexKernel
@@ -76,6 +86,8 @@ class _EagerProduct(ProductKernel):
 
 class _EagerProductStructure(ProductStructureKernel):
     """A product without linear_operator's, which approximates factors or fails."""
+
+    __call__ = _Eager.__call__  # GPyTorch's takes a diagonal for a matrix
 
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any

@@ -68,3 +68,11 @@ def test_heteroskedastic_noise_model(method: str) -> None:
     kernel = kernels.ScaleKernel(fourier()).double()
     case.model.covar_module = kernel
     assert_exact(case, method)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_a_batch_of_an_additive_structure_in_two_dimensions() -> None:
+    case = feature_case(kernels.AdditiveStructureKernel(kernels.LinearKernel(active_dims=(0, 2)), 2))
+    mll = METHODS["minibatch"](case.likelihood, case.model, batch_size=len(case.y))
+    expected = gpytorch.mlls.ExactMarginalLogLikelihood(case.likelihood, case.model)
+    torch.testing.assert_close(value_and_gradients(mll, case), value_and_gradients(expected, case))

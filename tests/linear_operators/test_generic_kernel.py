@@ -140,6 +140,18 @@ def test_a_product_over_dimensions_of_grids(rows: int) -> None:
         torch.testing.assert_close(operator @ torch.eye(rows).double(), expected)
         whole = GenericKernelLinearOperator.of_kernel(kernel, x)
         torch.testing.assert_close(whole._diagonal(), whole.to_dense().diagonal())
+        torch.testing.assert_close(
+            kernel_diagonal(kernel * kernels.RBFKernel().double(), x), whole.to_dense().diagonal()
+        )
+
+
+@pytest.mark.parametrize("structure", [kernels.AdditiveStructureKernel, kernels.ProductStructureKernel])
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_the_diagonal_of_as_many_points_as_dimensions(structure: type[kernels.Kernel]) -> None:
+    """GPyTorch takes a number for each dimension and point for a matrix of the points."""
+    kernel = structure(kernels.PolynomialKernel(power=2, active_dims=(0, 2, 3)), 3).double()
+    x = inputs(3, 4).double()
+    torch.testing.assert_close(kernel_diagonal(kernel, x), kernel_matrix(kernel, x, x).diagonal())
 
 
 def test_aligned_slices_of_a_multi_output_kernel_stay_free_of_the_matrix() -> None:
