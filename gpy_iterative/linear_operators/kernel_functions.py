@@ -16,6 +16,7 @@ import torch
 from gpytorch.kernels import (
     AdditiveKernel,
     CylindricalKernel,
+    GridInterpolationKernel,
     Kernel,
     ProductKernel,
     ProductStructureKernel,
@@ -23,10 +24,11 @@ from gpytorch.kernels import (
 from gpytorch.kernels.keops.keops_kernel import KeOpsKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator, to_dense, to_linear_operator
-from linear_operator.operators import SumLinearOperator
+from linear_operator.operators import InterpolatedLinearOperator, SumLinearOperator
 from torch import Tensor
 from torch.func import functional_call
 
+from gpy_iterative.linear_operators.interpolated import GridLinearOperator
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances, needs_differences
 from gpy_iterative.linear_operators.radial_inputs import active_inputs
@@ -98,12 +100,22 @@ class _EagerProductStructure(ProductStructureKernel):
         return factors.prod(-2 if diag else -3)
 
 
+class _EagerGrid(GridInterpolationKernel):
+    """An interpolation without linear_operator's sparse matrices, which warn."""
+
+    def forward(self, *inputs: Tensor, **options: Any) -> LinearOperator | Tensor:
+        found = super().forward(*inputs, **options)
+        is_matrix = isinstance(found, InterpolatedLinearOperator) and not found.batch_shape
+        return GridLinearOperator(*found._args) if is_matrix else found
+
+
 @cache
 def _eager(kind: type[Kernel]) -> type[Kernel]:
     pairs = (
         (AdditiveKernel, _EagerSum),
         (ProductKernel, _EagerProduct),
         (ProductStructureKernel, _EagerProductStructure),
+        (GridInterpolationKernel, _EagerGrid),
     )
     for base, own in pairs:
         if kind.forward is base.forward:

@@ -1,5 +1,6 @@
 """Interpolated kernels beside linear_operator's own."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -108,6 +109,20 @@ def test_a_diagonal_without_a_graph_takes_the_part_of_the_grid_that_one_row_sees
     with torch.no_grad():
         monkeypatch.setattr(type(operator.base_linear_op), "_get_indices", None)
         torch.testing.assert_close(operator.diagonal(), expected.detach())  # is kept
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_pytorch_does_not_warn_of_sparse_matrices_in_a_product(is_scaled: bool) -> None:
+    grid, _ = made(points(1))
+    kernel = (kernels.ScaleKernel(grid) if is_scaled else grid) * kernels.RBFKernel()
+    torch.set_warn_always(True)  # else once in a process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = operator_of_kernel(kernel.double(), points(9), points(7, seed=1), KernelProducts()).to_dense()
+    finally:
+        torch.set_warn_always(False)
+    torch.testing.assert_close(found, kernel(points(9), points(7, seed=1)).to_dense())
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
