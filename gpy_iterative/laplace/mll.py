@@ -37,6 +37,7 @@ from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
 from gpy_iterative.training.training_system import check_hyperparameters, check_inputs, prior_at
+from gpy_iterative.worker_threads import CPU
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,9 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         # A warm start finds fewer actions, whose span bounds less: the value would depend on earlier steps.
         is_cold = self.objective == "elbo" and not isinstance(solver, LaplaceCholesky)
         weights = None if is_cold else self._weights
+        if is_cold and "draws" in self._run.parts:  # each bound draws the same: its standard error is zero
+            generator.set_state(self._run.parts["draws"]["position"].to(CPU, torch.uint8))
+        draws = {"position": generator.get_state()} if is_cold else None
         with reporting_solve(self.progress, "mode", "products") as callback:
             prior, solution = solver.mode(
                 prior, likelihood, initial_weights=weights, generator=generator, callback=callback
@@ -186,7 +190,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         )
         logger.info("%s: %s", type(self).__name__, self.report)
         self._params = LikelihoodParams.given(params, self.model)
-        self._run = self._run.having(generator, mode={"weights": solution.value})
+        self._run = self._run.having(generator, mode={"weights": solution.value}, draws=draws)
         return with_checked_gradient(value, self)
 
     def posterior(self) -> LaplacePosterior:

@@ -634,6 +634,23 @@ def test_a_bound_that_failed_draws_again(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not torch.equal(mll.training_state()["generator"], before)
 
 
+@pytest.mark.parametrize(
+    "solver",
+    [LaplaceNewton(num_covariance_actions=5), LaplaceNewton(preconditioner=gpi.preconditioners.Nystrom(rank=5))],
+    ids=["actions", "preconditioner"],
+)
+def test_bounds_of_the_same_hyperparameters_are_equal(solver: LaplaceNewton) -> None:
+    problem = case("logit", n=60)
+    options = {"objective": "elbo", "solver": solver, "generator": 0}
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options)
+    first = mll(problem.model(problem.x), problem.y)
+    assert torch.equal(mll(problem.model(problem.x), problem.y), first)
+    resumed = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options | {"generator": 1})
+    assert not torch.equal(resumed(problem.model(problem.x), problem.y), first)
+    resumed.load_training_state(mll.training_state())
+    assert torch.equal(resumed(problem.model(problem.x), problem.y), first)
+
+
 def test_a_batch_of_one_kernel_serves_all_functions() -> None:
     problem = case("softmax", n=20, kind="shared")
     values = []
