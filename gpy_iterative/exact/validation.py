@@ -34,6 +34,12 @@ def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.n
         )
     if not isinstance(model, gpytorch.models.ExactGP):
         raise TypeError(f"{mll} needs a gpytorch.models.ExactGP, got {type(model).__name__}.")
+    for name, owner, _, closure, _ in likelihood.named_priors():
+        if not isinstance(closure(owner), Tensor):  # GPyTorch's own marginal likelihood fails, too
+            raise ValueError(
+                f"{type(likelihood).__name__} gives its prior {name} no tensor, as GPyTorch's does with task_prior=. Leave "
+                'it out, and call likelihood.register_prior("task_prior", prior, lambda own: own._eval_covar_matrix()).'
+            )
 
 
 def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:

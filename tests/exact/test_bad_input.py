@@ -292,6 +292,19 @@ def test_noise_of_tasks_that_is_singular() -> None:
         mll(case.model(case.x), case.y)
 
 
+def test_a_prior_of_the_noise_of_tasks() -> None:
+    """GPyTorch gives `task_prior` a method in place of the matrix; its marginal likelihood and `gpi.fit` failed."""
+    case = CASES["multitask-low-rank-noise"]()
+    prior = gpytorch.priors.LKJCovariancePrior(2, 1.5, gpytorch.priors.UniformPrior(0.05, 3.0))
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2, rank=1, task_prior=prior)
+    with pytest.raises(ValueError, match=r"no tensor, as GPyTorch's does with task_prior[\s\S]*register_prior"):
+        gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, case.model)
+    case.likelihood.register_prior("task_prior", prior, lambda own: own._eval_covar_matrix())  # as the message says
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=gpi.solvers.Cholesky())
+    expected = gpytorch.mlls.ExactMarginalLogLikelihood(case.likelihood, case.model)(case.model(case.x), case.y)
+    torch.testing.assert_close(mll(case.model(case.x), case.y), expected)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, -1.0])
 def test_bad_noise(bad: float) -> None:
     x, y = data(30)
