@@ -143,7 +143,7 @@ def stochastic_estimate(
         operator,
         logdet_probes.vectors,
         logdet_probes.covariance,
-        max_iterations=min(MAX_LOGDET_PRODUCTS, int(budget)),
+        max_iterations=int(min(MAX_LOGDET_PRODUCTS, budget)),
         positions=positions,
     )
     num_probes = probes.vectors.shape[-1]

@@ -107,6 +107,8 @@ def fit(
         check_count("max_steps", steps)
         check_progress(progress)
         check_choice("start", start, ("current", "subsets"))
+        if not isinstance(checkpoint, str | PathLike | None):
+            raise TypeError(f"checkpoint must be None or the name of a file, got {checkpoint!r}.")
         path = None if checkpoint is None else Path(checkpoint)
         if path is not None and path.is_dir():
             raise ValueError(f"checkpoint={str(path)!r} is a folder: give the name of a file in it.")

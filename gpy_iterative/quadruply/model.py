@@ -11,7 +11,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 from torch.distributions import Distribution
 
-from gpy_iterative.checks import check_autocast, check_count, check_finite, check_same_kind
+from gpy_iterative.checks import check_autocast, check_count, check_finite, check_flag, check_same_kind
 from gpy_iterative.linear_operators.predicted import DenseOnRequestLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
@@ -61,6 +61,8 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         if not isinstance(basis, FeatureBasis):
             raise TypeError(f"basis must be a FeatureBasis such as RandomFourierBasis, got {type(basis).__name__}.")
         beyond = _dense_columns_beyond_head(basis, num_dense_columns)
+        shared_diagonal = basis.knows_group_variance if shared_diagonal is None else shared_diagonal
+        check_flag("shared_diagonal", shared_diagonal)
         if shared_diagonal and not basis.knows_group_variance:
             raise ValueError(
                 f"shared_diagonal=True needs a basis with a group_prior_variance, and {type(basis).__name__} has none. "
@@ -74,7 +76,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             head,
             basis.num_features - head,
             num_dense_columns,
-            shared_diagonal=basis.knows_group_variance if shared_diagonal is None else shared_diagonal,
+            shared_diagonal=shared_diagonal,
             like=basis.like,
         )
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import math
 import warnings
 
 import gpytorch
@@ -101,8 +102,8 @@ def test_lbfgs_with_frozen_probes_reaches_the_exact_optimum() -> None:
     assert reached > best - 3
 
 
-@pytest.mark.parametrize(("max_epochs", "products"), [(1, 2), (3, 3), (1000, None)])
-def test_the_value_keeps_to_the_solvers_budget(max_epochs: int, products: int | None) -> None:
+@pytest.mark.parametrize(("max_epochs", "products"), [(1, 2), (3, 3), (1000, None), (math.inf, None)])
+def test_the_value_keeps_to_the_solvers_budget(max_epochs: float, products: int | None) -> None:
     case = matern_case()
     solver = dataclasses.replace(ITERATIVE, max_epochs=max_epochs)
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=solver, generator=0)

@@ -746,6 +746,8 @@ def test_paths_of_no_file(tmp_path: Path) -> None:
         quiet(regression(20), checkpoint=tmp_path / "nowhere" / "run.pt")
     with pytest.raises(ValueError, match="is a folder: give the name of a file"):
         quiet(regression(20), checkpoint=tmp_path)
+    with pytest.raises(TypeError, match="checkpoint must be None or the name of a file, got 3"):
+        quiet(regression(20), checkpoint=3)
 
 
 def test_batches_that_can_be_read_once() -> None:

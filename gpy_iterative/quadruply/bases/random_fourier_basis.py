@@ -4,7 +4,7 @@ import torch
 from gpytorch import kernels
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, checked_seed
+from gpy_iterative.checks import check_count, check_flag, checked_seed
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
@@ -114,6 +114,7 @@ class RandomFourierBasis(FeatureBasis):
     ) -> None:
         super().__init__()
         check_count("num_features", num_features)
+        check_flag("store_frequencies", store_frequencies)
         self.kernel = kernel
         self.fourier = FourierGroups(kernel, num_features, num_dims=num_dims, seed=seed, stored=store_frequencies)
         self.num_groups, self.group_size = self.fourier.num_groups, self.fourier.group_size

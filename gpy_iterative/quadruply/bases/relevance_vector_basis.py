@@ -8,7 +8,7 @@ from gpytorch import kernels
 from torch import Tensor
 from torch.nn import functional
 
-from gpy_iterative.checks import check_positive
+from gpy_iterative.checks import check_flag, check_positive
 from gpy_iterative.quadruply.bases.inducing_point_basis import KernelFunctionBasis
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 
@@ -34,6 +34,7 @@ class RelevanceVectorBasis(KernelFunctionBasis):
     ) -> None:
         super().__init__(kernel, centers)
         check_positive("max_precision", max_precision)
+        check_flag("sparse_gradients", sparse_gradients)
         self.max_precision, self.sparse_gradients = max_precision, sparse_gradients
         self.register_parameter("log_precision", torch.nn.Parameter(centers.new_zeros(self.num_groups, 1)))
 
