@@ -5,6 +5,7 @@ from gpytorch.kernels import Kernel
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_instance
 from gpy_iterative.linear_operators.from_gpytorch import are_same_inputs, operator_of_kernel
 from gpy_iterative.linear_operators.products import KernelProducts
 
@@ -26,6 +27,9 @@ class MatrixFreeKernel(Kernel):
     is_stationary = False
 
     def __init__(self, base_kernel: Kernel, products: KernelProducts | None = None) -> None:
+        if not isinstance(base_kernel, Kernel):
+            raise TypeError(f"MatrixFreeKernel needs a gpytorch.kernels.Kernel, got {base_kernel!r}.")
+        check_instance("products", products, KernelProducts, "KernelProducts()")
         super().__init__(active_dims=base_kernel.active_dims)
         self.base_kernel = base_kernel
         self.products = KernelProducts() if products is None else products

@@ -4,19 +4,20 @@ from typing import Any
 import gpytorch
 import torch
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.likelihoods import Likelihood, _GaussianLikelihoodBase
+from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from gpy_iterative.checks import check_finite, check_same_kind
-from gpy_iterative.errors import UnsupportedLikelihoodError, VarianceWarning, warn
+from gpy_iterative.errors import VarianceWarning, warn
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.training.training_system import (
     TrainingSystem,
+    check_gaussian,
     check_hyperparameters,
     check_inputs,
     linear_system,
@@ -27,11 +28,7 @@ from gpy_iterative.training.training_system import (
 def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.nn.Module, mll: str) -> None:
     if isinstance(likelihood, gpytorch.models.GP) and isinstance(model, gpytorch.likelihoods.Likelihood):
         raise TypeError(f"The likelihood comes first: {mll}(likelihood, model).")
-    if not isinstance(likelihood, _GaussianLikelihoodBase):
-        raise UnsupportedLikelihoodError(
-            f"{mll} needs a Gaussian likelihood, got {type(likelihood).__name__}. Its marginal likelihood has no "
-            "closed form: use gpy_iterative.models.IterativeLaplaceGP with LaplaceMarginalLogLikelihood."
-        )
+    check_gaussian(likelihood, mll)
     if not isinstance(model, gpytorch.models.ExactGP):
         raise TypeError(f"{mll} needs a gpytorch.models.ExactGP, got {type(model).__name__}.")
     for name, owner, _, closure, _ in likelihood.named_priors():

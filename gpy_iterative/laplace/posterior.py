@@ -100,6 +100,7 @@ class LaplacePosterior:
         check_progress(progress)
         check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")
         check_instance("products", products, KernelProducts, "KernelProducts()")
+        check_instance("initial_weights", initial_weights, Tensor, "torch.zeros(n)")
         self._solver, self._seed, self._progress = solver, checked_seed(seed), progress
         self.num_refinements = num_refinements
         self._products = KernelProducts() if products is None else products

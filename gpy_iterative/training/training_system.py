@@ -7,14 +7,14 @@ from typing import Any
 import gpytorch
 import torch
 from gpytorch.distributions import MultivariateNormal
-from gpytorch.likelihoods import Likelihood
-from gpytorch.models import ExactGP
+from gpytorch.likelihoods import Likelihood, _GaussianLikelihoodBase
+from gpytorch.models import GP, ExactGP
 from linear_operator import LinearOperator
 from linear_operator.operators import DenseLinearOperator, ToeplitzLinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_finite
-from gpy_iterative.errors import ApproximationWarning, NonFiniteError, warn
+from gpy_iterative.errors import ApproximationWarning, NonFiniteError, UnsupportedLikelihoodError, warn
 from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, in_float64, with_products
 from gpy_iterative.linear_operators.far_field.far_field import automatic_tolerance
 from gpy_iterative.linear_operators.from_gpytorch import flat_targets, noisy_operator, observed_data
@@ -121,10 +121,19 @@ def check_has_data(model: ExactGP) -> None:
 
 def check_order(model: Any, likelihood: Any) -> None:
     """Marginal log likelihoods take them the other way round."""
-    if isinstance(model, Likelihood) or not isinstance(likelihood, Likelihood):
+    if not isinstance(model, GP) or not isinstance(likelihood, Likelihood):
         raise TypeError(
             "A posterior takes a model, then its likelihood, got "
             f"{type(model).__name__}, then {type(likelihood).__name__}."
+        )
+
+
+def check_gaussian(likelihood: Likelihood, name: str) -> None:
+    """`name` needs a Gaussian likelihood."""
+    if not isinstance(likelihood, _GaussianLikelihoodBase):
+        raise UnsupportedLikelihoodError(
+            f"{name} needs a Gaussian likelihood, got {type(likelihood).__name__}. Its marginal likelihood has no "
+            "closed form: use gpy_iterative.models.IterativeLaplaceGP with LaplaceMarginalLogLikelihood."
         )
 
 

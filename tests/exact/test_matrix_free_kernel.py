@@ -81,3 +81,10 @@ def test_batches() -> None:
     base = kernels.RBFKernel(batch_shape=torch.Size([2])).double()
     base.lengthscale = torch.tensor([[[0.5]], [[2.0]]])
     torch.testing.assert_close(MatrixFreeKernel(base)(x).to_dense(), base(x).to_dense())
+
+
+def test_arguments_of_another_type() -> None:
+    with pytest.raises(TypeError, match=r"needs a gpytorch\.kernels\.Kernel, got 'rbf'"):
+        MatrixFreeKernel("rbf")
+    with pytest.raises(TypeError, match="products must be None or a KernelProducts"):
+        MatrixFreeKernel(kernels.RBFKernel(), "tiles")

@@ -696,6 +696,8 @@ def test_models_that_are_refused(changes: dict[str, Any], error: type[Exception]
         ("products", 3, "KernelProducts such as"),
         ("seed", "a", "seed must be a whole number"),
         ("likelihood", torch.nn.Linear(1, 1), "a model, then its likelihood"),
+        ("model", torch.nn.Linear(1, 1), "a model, then its likelihood"),
+        ("initial_weights", [0.0], "initial_weights must be None or a Tensor"),
     ],
 )
 def test_options_of_a_posterior_that_are_refused(option: str, value: object, match: str) -> None:

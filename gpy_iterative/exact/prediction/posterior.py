@@ -40,7 +40,7 @@ from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
 from gpy_iterative.training.report import SolveReport
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock, evaluation_copies
-from gpy_iterative.training.training_system import check_order, training_system
+from gpy_iterative.training.training_system import check_gaussian, check_order, training_system
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class PathwisePosterior:
         progress: Progress = False,
     ) -> None:
         check_order(model, likelihood)
+        check_gaussian(likelihood, type(self).__name__)
         check_count("num_frequencies", num_frequencies)
         check_progress(progress)
         check_instance("solver", solver, Solver, "ConjugateGradients()")

@@ -12,7 +12,7 @@ from gpytorch.likelihoods import GaussianLikelihood
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
-from gpy_iterative.errors import ConvergenceWarning, DataWarning
+from gpy_iterative.errors import ConvergenceWarning, DataWarning, UnsupportedLikelihoodError
 from gpy_iterative.exact.prediction import training_solves
 from gpy_iterative.exact.prediction.projection import ProjectionRecipe
 from gpy_iterative.exact.prediction.training_solves import prediction_solver
@@ -461,6 +461,13 @@ def test_the_order_of_an_mll_is_refused() -> None:
     case = CASES["rbf"]()
     with pytest.raises(TypeError, match="a model, then its likelihood, got GaussianLikelihood, then Regression"):
         PathwisePosterior(case.likelihood, case.model)
+    with pytest.raises(TypeError, match="a model, then its likelihood, got Linear, then GaussianLikelihood"):
+        PathwisePosterior(torch.nn.Linear(3, 1), case.likelihood)
+
+
+def test_a_likelihood_that_is_not_gaussian() -> None:
+    with pytest.raises(UnsupportedLikelihoodError, match="needs a Gaussian likelihood, got BernoulliLikelihood"):
+        PathwisePosterior(CASES["rbf"]().model, gpytorch.likelihoods.BernoulliLikelihood())
 
 
 def test_training_mode_and_products_are_left_alone() -> None:
