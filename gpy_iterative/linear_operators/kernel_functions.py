@@ -58,16 +58,21 @@ class _Eager(Kernel):
         return squares if square_dist else squares.clamp_min(1e-30).sqrt()
 
     def __call__(self, *inputs: Any, **options: Any) -> LinearOperator | Tensor:
-        if options.get("diag") and options.get("last_dim_is_batch"):
-            # `Kernel.__call__` takes the diagonals of as many dimensions as rows for a matrix.
-            return gpytorch.Module.__call__(self, *(active_inputs(self, x) for x in inputs), **options)
+        if options.get("diag"):
+            return self._eager_diagonal(active_inputs(self, inputs[0]), active_inputs(self, inputs[-1]), **options)
         result = super().__call__(*inputs, **options)
-        if options.get("diag") and isinstance(result, LinearOperator):
-            return result.diagonal(dim1=-1, dim2=-2)  # of a batch of kernels that ignore `diag`, as IndexKernel
         if not isinstance(result, LazyEvaluatedKernelTensor):
             return result
         given = {"diag": False, "last_dim_is_batch": result.last_dim_is_batch, **result.params}
         return to_linear_operator(gpytorch.Module.__call__(self, result.x1, result.x2, **given))
+
+    def _eager_diagonal(self, x1: Tensor, x2: Tensor, last_dim_is_batch: bool = False, **options: Any) -> Tensor:
+        """`Kernel.__call__` takes the diagonals of as many members, or dimensions, as rows for a matrix."""
+        found = to_dense(gpytorch.Module.__call__(self, x1, x2, last_dim_is_batch=last_dim_is_batch, **options))
+        batch = torch.broadcast_shapes(self.batch_shape, x1.shape[:-2]) + x1.shape[-1:] * last_dim_is_batch
+        rows = x1.shape[-2] * self.num_outputs_per_input(x1, x2)
+        ignores_diag = found.shape != (*batch, rows) and found.shape[-2:] == (rows, rows)  # as IndexKernel
+        return found.diagonal(dim1=-1, dim2=-2) if ignores_diag else found
 
 
 class _EagerSum(AdditiveKernel):

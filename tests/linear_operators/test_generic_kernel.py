@@ -154,6 +154,17 @@ def test_the_diagonal_of_as_many_points_as_dimensions(structure: type[kernels.Ke
     torch.testing.assert_close(kernel_diagonal(kernel, x), kernel_matrix(kernel, x, x).diagonal())
 
 
+def test_the_diagonal_of_as_many_points_as_members() -> None:
+    """GPyTorch takes a number for each member and point for a matrix of the points: variances were wrong."""
+    three = torch.Size([3])
+    kernel = kernels.PolynomialKernel(power=2, batch_shape=three) * kernels.LinearKernel(batch_shape=three)
+    kernel = kernel.double().initialize(**{"kernels.1.variance": torch.tensor([1.0, 2.0, 3.0]).double().view(3, 1, 1)})
+    operator = GenericKernelLinearOperator.of_kernel(
+        kernel, inputs(7, 2).double(), products=KernelProducts(tile_size=4)
+    )
+    torch.testing.assert_close(operator.diagonal(), operator.to_dense().diagonal(dim1=-2, dim2=-1))
+
+
 def test_aligned_slices_of_a_multi_output_kernel_stay_free_of_the_matrix() -> None:
     operator = operator_of("gradients")
     assert isinstance(operator[3:9, 3:9], GenericKernelLinearOperator)
