@@ -68,11 +68,12 @@ class _Eager(Kernel):
 
     def _eager_diagonal(self, x1: Tensor, x2: Tensor, last_dim_is_batch: bool = False, **options: Any) -> Tensor:
         """`Kernel.__call__` takes the diagonals of as many members, or dimensions, as rows for a matrix."""
-        found = to_dense(gpytorch.Module.__call__(self, x1, x2, last_dim_is_batch=last_dim_is_batch, **options))
+        found = gpytorch.Module.__call__(self, x1, x2, last_dim_is_batch=last_dim_is_batch, **options)
         batch = torch.broadcast_shapes(self.batch_shape, x1.shape[:-2]) + x1.shape[-1:] * last_dim_is_batch
         rows = x1.shape[-2] * self.num_outputs_per_input(x1, x2)
-        ignores_diag = found.shape != (*batch, rows) and found.shape[-2:] == (rows, rows)  # as IndexKernel
-        return found.diagonal(dim1=-1, dim2=-2) if ignores_diag else found
+        is_matrix = found.shape != (*batch, rows) and found.shape[-2:] == (rows, rows)
+        # Some kernels ignore `diag`, as IndexKernel.
+        return found.diagonal(dim1=-1, dim2=-2) if is_matrix or isinstance(found, LinearOperator) else found
 
 
 class _EagerSum(AdditiveKernel):
