@@ -109,6 +109,25 @@ def test_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
     assert all(map(torch.equal, mll.parameters(), before))
 
 
+class CountedKernel(gpytorch.kernels.RBFKernel):
+    """A user's own kernel, which notes how often it was called."""
+
+    calls = 0
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        self.calls += 1
+        return super().forward(*inputs, **options)
+
+
+def test_attributes_that_a_users_kernel_changes_refuse_no_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    quiet(regression(40, covariance=CountedKernel()), checkpoint=file, max_steps=1)
+    used = regression(40, covariance=CountedKernel())
+    used.model(*used.model.train_inputs).covariance_matrix.sum()
+    assert used.model.covar_module.calls
+    assert quiet(used, checkpoint=file, max_steps=2).steps == 2
+
+
 def test_a_checkpoint_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
     file, mll = tmp_path / (250 * "a"), regression(60)  # no room for the name of the temporary file beside it
     before = [parameter.detach().clone() for parameter in mll.parameters()]
