@@ -30,7 +30,9 @@ def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.n
         raise TypeError(f"The likelihood comes first: {mll}(likelihood, model).")
     check_gaussian(likelihood, mll)
     if not isinstance(model, gpytorch.models.ExactGP):
-        raise TypeError(f"{mll} needs a gpytorch.models.ExactGP, got {type(model).__name__}.")
+        is_compiled = hasattr(model, "_orig_mod")  # torch.compile's wrapper
+        advice = " Compile only the network inside of it." if is_compiled else ""
+        raise TypeError(f"{mll} needs a gpytorch.models.ExactGP, got {type(model).__name__}.{advice}")
     for name, owner, _, closure, _ in likelihood.named_priors():
         if not isinstance(closure(owner), Tensor):  # GPyTorch's own marginal likelihood fails, too
             raise ValueError(

@@ -227,6 +227,9 @@ def test_non_gaussian_likelihood(mll_class: type) -> None:
 def test_model_that_is_no_exact_gp() -> None:
     with pytest.raises(TypeError, match="ExactGP"):
         gpi.mlls.HutchinsonMarginalLogLikelihood(gpytorch.likelihoods.GaussianLikelihood(), torch.nn.Linear(1, 1))
+    case, _ = case_and_mll()
+    with pytest.raises(TypeError, match=r"got OptimizedModule\. Compile only the network"):
+        gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, torch.compile(case.model, backend="eager"))
 
 
 def test_fixed_noise_of_another_size() -> None:
