@@ -7,8 +7,8 @@ from itertools import pairwise
 LEFT = 0.05
 #: Nats of noise per hyperparameter: .45 of its standard error.
 NOISE = 0.1
-#: Steps without visible gain, nats left near the end, standard errors of a clear difference, a fall of the nats left.
-DROWNED, NEAR, CLEAR, FALL = 2, 5.0, 3.0, 0.9
+#: Steps without visible gain, nats left near the end, standard errors of a clear difference.
+DROWNED, NEAR, CLEAR = 2, 5.0, 3.0
 #: Of Adam: steps without gain, steps that smooth the value, gains by which smoothed values differ.
 PATIENCE, SMOOTHED, STEADY = 20, 10, 2.0
 
@@ -51,16 +51,17 @@ def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float, noise
     """Whether unknown errors of solves and rounding hide the nats left to gain, given by point.
 
     True if steps without visible gain (`seen`) leave more than the best earlier point, far from the end clearly more; near
-    the end, more than half of it, unless the last step leaves clearly less than all others. `limit` is the noise of a
-    converged fit.
+    the end, more than half of it. There, if the last point clearly leaves more than the noise, twice as many steps must
+    do so. `limit` is the noise of a converged fit.
     """
-    if len(lefts) <= DROWNED or any(seen[-DROWNED:]):
+    is_clear = CLEAR * noise < lefts[-1] < NEAR * limit
+    steps = 2 * DROWNED if is_clear else DROWNED
+    if len(lefts) <= steps or any(seen[-steps:]):
         return False
-    recent, best = min(lefts[-DROWNED:]), min(lefts[:-DROWNED])
-    is_falling = CLEAR * noise < lefts[-1] < FALL * min(lefts[:-1])
+    recent, best = min(lefts[-steps:]), min(lefts[:-steps])
     is_far = recent - CLEAR * noise > NEAR * limit
     leads_away = recent > best + (CLEAR * noise if is_far else 0.0)
-    return leads_away or (NEAR * limit > recent > best / 2 and not is_falling)
+    return leads_away or NEAR * limit > recent > best / 2
 
 
 def has_stalled(values: Sequence[float], least: float) -> bool:

@@ -19,7 +19,7 @@ def test_blind_steps_have_to_halve_what_is_left() -> None:
     blind = [True, True, False, False]
     assert not is_drowned([100.0, 10.0, 6.0, 4.9], blind, limit=2.0, noise=2.0)
     assert is_drowned([100.0, 10.0, 6.0, 5.1], blind, limit=2.0, noise=2.0)
-    assert not is_drowned([100.0, 10.0, 6.0, 5.1], blind, limit=2.0, noise=1.0)  # the last step leaves least
+    assert not is_drowned([100.0, 10.0, 6.0, 5.1], blind, limit=2.0, noise=1.0)  # five times the noise
     # So far away there is something to gain:
     assert not is_drowned([100.0, 10.0, 6.0, 5.1], blind, limit=1.0, noise=2.0)
     assert is_drowned([100.0, 10.0, 11.0, 12.0], blind, limit=1.0, noise=0.3)  # but not by steps that lead away
@@ -28,6 +28,14 @@ def test_blind_steps_have_to_halve_what_is_left() -> None:
     assert not is_drowned([100.0, 68.5, 77.3, 69.6], blind, limit=1.6, noise=3.0)
     assert not is_drowned([100.0, 10.0, 6.0, 5.1], [True, True, False, True], limit=2.0, noise=2.0)
     assert not is_drowned([5.0, 5.0], [False, False], limit=2.0, noise=2.0)
+
+
+def test_what_clearly_exceeds_the_noise_is_worth_twice_as_many_blind_steps() -> None:
+    """At a saddle of elevators two steps gained little, and a fit ended nine nats too early."""
+    lefts, blind = [100.0, 10.0, 9.0, 8.0, 7.0, 6.0], [True, True, False, False, False, False]
+    assert not is_drowned(lefts[:-1], blind[:-1], limit=2.0, noise=1.0)
+    assert is_drowned(lefts, blind, limit=2.0, noise=1.0)
+    assert is_drowned(lefts[:-1], blind[:-1], limit=2.0, noise=3.0)
 
 
 def noisy(trend: float, noise: float, steps: int, seed: int = 0) -> list[float]:
