@@ -57,18 +57,21 @@ class _Eager(Kernel):
             squares = squares.masked_fill(torch.eye(x1.shape[-2], dtype=torch.bool, device=x1.device), 0.0)
         return squares if square_dist else squares.clamp_min(1e-30).sqrt()
 
-    def __call__(self, *inputs: Any, **options: Any) -> LinearOperator | Tensor:
-        if options.get("diag"):
-            return self._eager_diagonal(active_inputs(self, inputs[0]), active_inputs(self, inputs[-1]), **options)
-        result = super().__call__(*inputs, **options)
+    def __call__(
+        self, x1: Tensor, x2: Tensor | None = None, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
+    ) -> LinearOperator | Tensor:
+        if diag:
+            x1, x2 = (x if x.dim() > 1 else x.unsqueeze(-1) for x in (x1, x1 if x2 is None else x2))
+            return self._eager_diagonal(active_inputs(self, x1), active_inputs(self, x2), last_dim_is_batch, **params)
+        result = super().__call__(x1, x2, last_dim_is_batch=last_dim_is_batch, **params)
         if not isinstance(result, LazyEvaluatedKernelTensor):
             return result
         given = {"diag": False, "last_dim_is_batch": result.last_dim_is_batch, **result.params}
         return to_linear_operator(gpytorch.Module.__call__(self, result.x1, result.x2, **given))
 
-    def _eager_diagonal(self, x1: Tensor, x2: Tensor, last_dim_is_batch: bool = False, **options: Any) -> Tensor:
+    def _eager_diagonal(self, x1: Tensor, x2: Tensor, last_dim_is_batch: bool, **params: Any) -> Tensor:
         """`Kernel.__call__` takes the diagonals of as many members, or dimensions, as rows for a matrix."""
-        found = gpytorch.Module.__call__(self, x1, x2, last_dim_is_batch=last_dim_is_batch, **options)
+        found = gpytorch.Module.__call__(self, x1, x2, diag=True, last_dim_is_batch=last_dim_is_batch, **params)
         batch = torch.broadcast_shapes(self.batch_shape, x1.shape[:-2]) + x1.shape[-1:] * last_dim_is_batch
         rows = x1.shape[-2] * self.num_outputs_per_input(x1, x2)
         is_matrix = found.shape != (*batch, rows) and found.shape[-2:] == (rows, rows)

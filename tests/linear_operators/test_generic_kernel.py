@@ -165,6 +165,32 @@ def test_the_diagonal_of_as_many_points_as_members() -> None:
     torch.testing.assert_close(operator.diagonal(), operator.to_dense().diagonal(dim1=-2, dim2=-1))
 
 
+class Calling(kernels.Kernel):
+    """A user's kernel that calls a part in one of GPyTorch's ways."""
+
+    def __init__(self, part: kernels.Kernel, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.part, self.call = part, call
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Any:
+        return self.call(self.part, x1, x2, diag)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda part, x1, x2, diag: part(x1, x2, diag),
+        lambda part, x1, x2, diag: part(x1=x1, x2=x2, diag=diag),
+        lambda part, x1, x2, diag: part(x1, None, diag=True) if diag else part(x1, x2),
+        lambda part, x1, x2, diag: part(x1[..., 0], x2[..., 0], diag=diag),
+    ],
+    ids=["position", "names", "one argument", "one dimension"],
+)
+def test_diagonals_of_parts_that_a_users_kernel_calls(call: Callable[..., Any]) -> None:
+    kernel, x = Calling(kernels.LinearKernel(batch_shape=torch.Size([3])), call).double(), inputs(3, 2).double()
+    torch.testing.assert_close(kernel_diagonal(kernel, x), kernel(x).to_dense().diagonal(dim1=-2, dim2=-1))
+
+
 def test_aligned_slices_of_a_multi_output_kernel_stay_free_of_the_matrix() -> None:
     operator = operator_of("gradients")
     assert isinstance(operator[3:9, 3:9], GenericKernelLinearOperator)
