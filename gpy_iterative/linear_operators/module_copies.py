@@ -59,8 +59,11 @@ class ModuleCopies:
             if name not in _OF_ALL_MODULES and type(value) not in _ATOMS:
                 state[name] = self._value(value)
         state.pop("_compiled_call_impl", None)
-        # GPyTorch's is a method of the original, which copies and their pickles would hold, with its prediction strategy.
-        state["_load_state_dict_pre_hooks"] = OrderedDict()
+        # GPyTorch has a method of the original, which copies and their pickles would hold, with its prediction strategy.
+        hooks = before["_load_state_dict_pre_hooks"].items()
+        state["_load_state_dict_pre_hooks"] = OrderedDict(
+            (key, hook) for key, hook in hooks if not isinstance(hook.hook, MethodType)
+        )
         if "_orig_mod" in state["_modules"]:  # torch.compile's wrapper
             state["forward"] = state["_modules"]["_orig_mod"]
         return copied

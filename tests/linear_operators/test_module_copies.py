@@ -116,6 +116,14 @@ def test_a_copy_does_not_hold_the_original() -> None:
     assert copied.outputscale > 0
 
 
+def test_a_copy_takes_states_with_old_names() -> None:
+    """GPyTorch renames them in a hook."""
+    copied = ModuleCopies(**APART).of(gpytorch.means.ConstantMean())
+    with pytest.warns(gpytorch.utils.warnings.OldVersionWarning):
+        copied.load_state_dict({"constant": torch.tensor([2.0])})
+    assert copied.constant == 2
+
+
 def test_containers_are_shared_unless_apart() -> None:
     """GPyTorch's kernels leave their added loss terms in a dict, where training looks for them."""
     module = Network()
