@@ -308,6 +308,14 @@ def test_a_prior_of_the_noise_of_tasks() -> None:
     torch.testing.assert_close(mll(case.model(case.x), case.y), expected)
 
 
+def test_a_prior_of_a_number() -> None:
+    case = CASES["rbf"]()
+    case.likelihood.register_prior("noise_prior", gpytorch.priors.GammaPrior(2.0, 2.0), lambda own: own.noise.item())
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=gpi.solvers.Cholesky())
+    expected = gpytorch.mlls.ExactMarginalLogLikelihood(case.likelihood, case.model)(case.model(case.x), case.y)
+    torch.testing.assert_close(mll(case.model(case.x), case.y), expected)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, -1.0])
 def test_bad_noise(bad: float) -> None:
     x, y = data(30)
