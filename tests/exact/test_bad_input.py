@@ -296,7 +296,7 @@ def test_noise_of_tasks_that_is_singular() -> None:
 
 
 def test_a_prior_of_the_noise_of_tasks() -> None:
-    """GPyTorch gives `task_prior` a method in place of the matrix; its marginal likelihood and `gpi.fit` failed."""
+    """GPyTorch gives `task_prior` a method, not the matrix; its marginal likelihood and `gpi.fit` failed."""
     case = CASES["multitask-low-rank-noise"]()
     prior = gpytorch.priors.LKJCovariancePrior(2, 1.5, gpytorch.priors.UniformPrior(0.05, 3.0))
     likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2, rank=1, task_prior=prior)
