@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -142,7 +143,7 @@ def _plain(value: Any) -> Any:
     """For JSON, equal in every process."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | np.generic):
         return _plain(value.tolist())
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]

@@ -5,6 +5,7 @@ import io
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gpytorch import kernels
@@ -258,6 +259,15 @@ def test_data_of_another_size_are_noticed_by_a_resumed_quadruply_stochastic_run(
     with pytest.raises(ValueError, match=f"first {len(x)} rows"):
         again(model(x[3:]), y[3:])
     again(model(x), y)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    case = regression(kernels.RBFKernel(), n=10)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model)
+    ours, same, other = (StateDescription.of(mll, {"size": size}) for size in (8, np.int64(8), np.int64(9)))
+    assert ours == same
+    with pytest.raises(ValueError, match="size is 8 in it and 9 here"):
+        other.taken_from(ours.added_to({}))
 
 
 def test_descriptions_are_the_same_in_every_process() -> None:
