@@ -378,7 +378,8 @@ class Amounts(_OneDimensionalLikelihood):
     """Gamma with mean exp(f), whose rate torch refuses where it underflows to zero."""
 
     def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> torch.distributions.Gamma:
-        return torch.distributions.Gamma(torch.ones_like(function_samples), torch.exp(-function_samples))
+        rate = torch.exp(-function_samples)
+        return torch.distributions.Gamma(torch.ones_like(rate), rate, validate_args=True)  # torch.compile turns it off
 
 
 @pytest.mark.parametrize("solver", [LaplaceCholesky(), LaplaceNewton()])
