@@ -175,6 +175,22 @@ def test_the_model_is_untouched_by_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     assert case.model.train_targets is targets
 
 
+class TwoInputs(Regression):
+    def forward(self, left: Tensor, right: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return super().forward(torch.cat([left, right], dim=-1))
+
+
+def test_inputs_in_two_tensors_have_the_subsets_of_one() -> None:
+    x, y = data(60)
+    ends = []
+    for kind, inputs in ((Regression, x), (TwoInputs, (x[:, :1], x[:, 1:]))):
+        likelihood = GaussianLikelihood()
+        model = kind(inputs, y, likelihood, kernels.RBFKernel()).double()
+        initialize_from_subsets(model, likelihood, subset_size=20, num_subsets=2, generator=0)
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(ends[0], ends[1])
+
+
 @pytest.mark.parametrize("option", ["subset_size", "num_subsets"])
 def test_bad_options(option: str) -> None:
     case = CASES["rbf"]()
