@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ def check_count(name: str, value: Any, *, least: int = 1, optional: bool = False
 
 
 def check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {value!r}.")
 
 

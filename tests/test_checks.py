@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -127,6 +128,27 @@ def test_what_is_no_process_group_is_refused_before_torchrun_is_asked_for() -> N
 def test_parts_of_a_solver(options: Callable, name: str, value: object) -> None:
     with pytest.raises(TypeError, match=f"{name} must be None or a"):
         options(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("correct_diagonal", partial(gpi.probes.Preconditioned, num_probes=2)),
+        ("corrected", partial(gpi.probes.RandomFeatures, num_probes=2, num_frequencies=4)),
+        ("widened", partial(gpi.spectral.RandomFourierFeatures, 4)),
+    ],
+)
+@pytest.mark.parametrize("bad", [1, "no", None])
+def test_flags(name: str, options: Callable, bad: object) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be True or False, got {bad!r}"):
+        options(**{name: bad})
+    options(**{name: numpy.True_})
+
+
+@pytest.mark.parametrize("recipe", [100, None, gpi.preconditioners.Nystrom()])
+def test_probes_need_a_recipe_with_samples(recipe: object) -> None:
+    with pytest.raises(TypeError, match="recipe must be a PivotedCholesky, Vecchia or LowRankPlusVecchia, got"):
+        gpi.probes.Preconditioned(num_probes=2, recipe=recipe)
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, float("nan"), float("inf")])

@@ -15,7 +15,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_flag
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
@@ -118,6 +118,12 @@ class Preconditioned(ProbeDistribution):
     correct_diagonal: bool = True
     residual_of_one: ClassVar[float | None] = 0.12
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("correct_diagonal", self.correct_diagonal)
+        if not isinstance(self.recipe, PivotedCholesky | Vecchia | LowRankPlusVecchia):
+            raise TypeError(f"recipe must be a PivotedCholesky, Vecchia or LowRankPlusVecchia, got {self.recipe!r}.")
+
     def has_drawn(self, draws: Draws) -> bool:
         """Whether these may be draws of it, and not of one with another kind of recipe."""
         has_order, has_pivots = not isinstance(self.recipe, PivotedCholesky), not isinstance(self.recipe, Vecchia)
@@ -178,7 +184,8 @@ class RandomFeatures(ProbeDistribution):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        RandomFourierFeatures(self.num_frequencies)  # validates
+        check_flag("corrected", self.corrected)
+        RandomFourierFeatures(self.num_frequencies, self.widened)  # validates
 
     @property
     def residual_of_one(self) -> float | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative import random_numbers
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_flag
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.linear_operators.radial_inputs import side_by_side
 from gpy_iterative.spectral.densities import GREATEST, SHARE, Draws, draws_under, growth, importance
@@ -36,6 +36,7 @@ class RandomFourierFeatures:
 
     def __post_init__(self) -> None:
         check_count("num_frequencies", self.num_frequencies)
+        check_flag("widened", self.widened)
 
     def draw(self, terms: Sequence[KernelTerm], generator: torch.Generator) -> Draws:
         """Float64 draws, independent of hyperparameters. Raises SpectralDensityMissingError."""
