@@ -8,7 +8,7 @@ import gpytorch
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood, _GaussianLikelihoodBase
-from gpytorch.models import GP, ExactGP
+from gpytorch.models import GP, AbstractModelList, ApproximateGP, ExactGP
 from linear_operator import LinearOperator
 from linear_operator.operators import DenseLinearOperator, ToeplitzLinearOperator
 from torch import Tensor
@@ -121,10 +121,12 @@ def check_has_data(model: ExactGP) -> None:
 
 def check_order(model: Any, likelihood: Any) -> None:
     """Marginal log likelihoods take them the other way round."""
-    if not isinstance(model, GP) or not isinstance(likelihood, Likelihood):
+    is_one = isinstance(model, GP) and not isinstance(model, ApproximateGP | AbstractModelList)
+    if not is_one or not isinstance(likelihood, Likelihood):
         raise TypeError(
             "A posterior takes a model, then its likelihood, got "
-            f"{type(model).__name__}, then {type(likelihood).__name__}."
+            f"{type(model).__name__}, then {type(likelihood).__name__}. The model must be one with its own training data, "
+            "such as an ExactGP."
         )
 
 

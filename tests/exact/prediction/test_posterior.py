@@ -19,7 +19,7 @@ from gpy_iterative.exact.prediction.training_solves import prediction_solver
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
-from gpy_iterative.prediction import PathwisePosterior
+from gpy_iterative.prediction import LaplacePosterior, PathwisePosterior
 from gpy_iterative.solvers import AlternatingProjections, Cholesky, ConjugateGradients, SolveStatus
 from gpy_iterative.training.training_system import training_system
 from tests.exact.gaussian_models import CASES, Case, Regression, data, regression
@@ -463,6 +463,20 @@ def test_the_order_of_an_mll_is_refused() -> None:
         PathwisePosterior(case.likelihood, case.model)
     with pytest.raises(TypeError, match="a model, then its likelihood, got Linear, then GaussianLikelihood"):
         PathwisePosterior(torch.nn.Linear(3, 1), case.likelihood)
+
+
+class _Variational(gpytorch.models.ApproximateGP):
+    def __init__(self) -> None:
+        variational = gpytorch.variational.CholeskyVariationalDistribution(2)
+        super().__init__(gpytorch.variational.VariationalStrategy(self, torch.zeros(2, 1), variational))
+
+
+@pytest.mark.parametrize("posterior", [PathwisePosterior, LaplacePosterior])
+def test_models_without_training_data_of_their_own(posterior: type) -> None:
+    case = CASES["rbf"]()
+    for model in (_Variational(), gpytorch.models.IndependentModelList(case.model, case.model)):
+        with pytest.raises(TypeError, match=f"got {type(model).__name__}, then .* with its own training data"):
+            posterior(model, case.likelihood)
 
 
 def test_a_likelihood_that_is_not_gaussian() -> None:
