@@ -345,7 +345,10 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         prior = prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()])
         if self.needs_features:
             check_one_output(prior)
-            return WeightSpacePrior(prior).features().basis.shape[-1]
+            count = WeightSpacePrior(prior).features().basis.shape[-1]
+            if not count:
+                raise ValueError("The kernel has no features at these inputs: pass inputs with at least one column.")
+            return count
         prior.lazy_covariance_matrix.to_dense()  # GPyTorch takes the diagonals of as many dimensions as rows for a matrix
         return 0
 

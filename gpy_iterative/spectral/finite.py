@@ -160,7 +160,7 @@ def _random_fourier(kernel: kernels.RFFKernel) -> FeatureMap:
 def _polynomial(kernel: kernels.PolynomialKernel) -> FeatureMap:
     def features(x: Tensor) -> WeightSpaceFeatures:
         columns, counts, constants = (tensor.to(x.device) for tensor in _monomials(x.shape[-1], kernel.power))
-        one = torch.ones_like(x[..., :1])
+        one = x.new_ones(*x.shape[:-1], 1)
         padded, basis = torch.cat([x, one], dim=-1), one
         for factor in columns.unbind(-1):  # faster than a gather
             basis = basis * padded.index_select(-1, factor)

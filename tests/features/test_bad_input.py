@@ -113,6 +113,16 @@ def test_kernel_without_features(mll_class: type) -> None:
         mll_class(case.likelihood, case.model)
 
 
+@pytest.mark.parametrize("mll_class", MLLS[:3])
+def test_inputs_without_columns(mll_class: type) -> None:
+    likelihood, x, y = GaussianLikelihood(), torch.zeros(30, 0), torch.linspace(-1, 1, 30)
+    with pytest.raises(ValueError, match="no features at these inputs"):
+        mll_class(likelihood, Regression(x, y, likelihood, kernels.LinearKernel()))
+    model = Regression(x, y, likelihood, kernels.PolynomialKernel(power=2))  # which has a constant
+    expected = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)(model(x), y)
+    torch.testing.assert_close(mll_class(likelihood, model).exact_value(), expected)
+
+
 @pytest.mark.parametrize("mll_class", MLLS)
 def test_likelihood_and_model(mll_class: type) -> None:
     case = feature_case(KERNELS["fourier"](), n=30)
