@@ -35,10 +35,13 @@ def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.n
         raise TypeError(f"{mll} needs a gpytorch.models.ExactGP, got {type(model).__name__}.{advice}")
     for name, owner, _, closure, _ in likelihood.named_priors():
         if callable(closure(owner)):  # GPyTorch's own marginal likelihood fails, too
-            raise ValueError(
-                f"{type(likelihood).__name__} gives its prior {name} no tensor, as GPyTorch's does with task_prior=. Leave "
-                'it out, and call likelihood.register_prior("task_prior", prior, lambda own: own._eval_covar_matrix()).'
-            )
+            advice = ": register it with a function that returns one, such as lambda own: own.noise."
+            if name == "MultitaskErrorCovariancePrior":
+                advice = (
+                    ", as GPyTorch's does with task_prior=. Leave it out, and call "
+                    'likelihood.register_prior("task_prior", prior, lambda own: own._eval_covar_matrix()).'
+                )
+            raise ValueError(f"{type(likelihood).__name__} gives its prior {name} no tensor{advice}")
 
 
 def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:

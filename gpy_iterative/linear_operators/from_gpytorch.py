@@ -25,6 +25,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
+from gpy_iterative.checks import check_instance
 from gpy_iterative.errors import ApproximationWarning, warn
 from gpy_iterative.linear_operators.extensions import all_parts
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
@@ -283,10 +284,16 @@ def noise_operator(
     num_data = function_dist.loc.shape[-1]
     noise_model = getattr(likelihood, "noise_covar", None)
     is_given = kwargs.get("noise") is not None
+    check_instance("noise", kwargs.get("noise"), Tensor, "torch.full((n,), 0.1)")
     if isinstance(noise_model, NOISE_OF_INPUTS) and not (params or is_given):
         raise ValueError(
             f"The noise of {type(likelihood).__name__} depends on the inputs (or task indices) of the data, which were "
             "not passed: call the marginal log likelihood as mll(model(x), y, x), as with GPyTorch's own."
+        )
+    is_fixed = isinstance(noise_model, FixedGaussianNoise) and not is_given
+    if is_fixed and noise_model.noise.dim() == 0:
+        raise ValueError(
+            "The likelihood has one number for its fixed noise: it needs one noise variance for every datum."
         )
     if not getattr(function_dist, "_interleaved", True):  # GPyTorch's values mix up the tasks, its predictions fail
         raise ValueError(ORDER_OF_TASKS)
@@ -306,7 +313,7 @@ def noise_operator(
     else:
         with GPYTORCH_SETTINGS:  # predicted noise changes settings
             noise = likelihood._shaped_noise_covar(function_dist.mean.shape, *params, **kwargs)
-    if isinstance(noise_model, FixedGaussianNoise) and not is_given and noise_model.noise.shape[-1] != num_data:
+    if is_fixed and noise_model.noise.shape[-1] != num_data:
         # GPyTorch would ignore it.
         raise ValueError(
             f"The likelihood has {noise_model.noise.shape[-1]} fixed noise variances, which does not fit the model's "

@@ -241,6 +241,19 @@ def test_fixed_noise_of_another_size() -> None:
         mll(model(x), y)
 
 
+def test_fixed_noise_that_is_one_number() -> None:
+    x, y = data(30)
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise=torch.tensor(0.1).double())
+    model = Regression(x, y, likelihood, kernels.RBFKernel()).double()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)
+    for use in (lambda: mll(model(x), y), mll.posterior):
+        with pytest.raises(ValueError, match="one number for its fixed noise: it needs one noise variance for every"):
+            use()
+    model.train()
+    with pytest.raises(TypeError, match=r"noise must be None or a Tensor .*, got 0\.1"):
+        mll(model(x), y, noise=0.1)
+
+
 def test_tasks_of_the_likelihood_that_the_model_has_not() -> None:
     x, y = data(30)
     likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2)
@@ -306,6 +319,13 @@ def test_a_prior_of_the_noise_of_tasks() -> None:
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=gpi.solvers.Cholesky())
     expected = gpytorch.mlls.ExactMarginalLogLikelihood(case.likelihood, case.model)(case.model(case.x), case.y)
     torch.testing.assert_close(mll(case.model(case.x), case.y), expected)
+
+
+def test_a_prior_of_a_function() -> None:
+    case = CASES["rbf"]()
+    case.likelihood.register_prior("own_prior", gpytorch.priors.GammaPrior(2.0, 2.0), lambda own: lambda: own.noise)
+    with pytest.raises(ValueError, match="own_prior no tensor: register it with a function that returns one"):
+        gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model)
 
 
 def test_a_prior_of_a_number() -> None:
