@@ -1,5 +1,7 @@
 """Random features have the kernel as their mean, for every kernel that has features and for what is made of them."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from gpytorch import kernels
@@ -299,6 +301,27 @@ class _OwnDistance(kernels.RBFKernel):
 def test_kernels_without_a_density(kernel: kernels.Kernel) -> None:
     x, _ = data(10)
     with pytest.raises(SpectralDensityMissingError, match=r"register_spectral_density[\s\S]*Hutchinson"):
+        RandomFourierFeatures(10).draw(kernel_terms(kernel.double()(x)), torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("make_kernel", "where"),
+    [
+        (
+            lambda: kernels.AdditiveStructureKernel(kernels.RBFKernel(batch_shape=torch.Size([3])), num_dims=3),
+            "AdditiveStructureKernel .* with a kernel of its own for each dimension",
+        ),
+        (
+            lambda: (
+                kernels.MultitaskKernel(kernels.RBFKernel(), 2) * kernels.MultitaskKernel(kernels.MaternKernel(), 2)
+            ),
+            "RBFKernel .* as a factor of a product of several tasks",
+        ),
+    ],
+)
+def test_where_a_kernel_has_no_features(make_kernel: Callable, where: str) -> None:
+    kernel, (x, _) = make_kernel(), data(10)
+    with pytest.raises(SpectralDensityMissingError, match=where):
         RandomFourierFeatures(10).draw(kernel_terms(kernel.double()(x)), torch.Generator())
 
 
