@@ -13,6 +13,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from gpy_iterative.checks import check_finite, check_same_kind
 from gpy_iterative.errors import VarianceWarning, warn
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
+from gpy_iterative.linear_operators.kernel_functions import leaves_of
+from gpy_iterative.linear_operators.prior_parts import prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.training.training_system import (
@@ -67,6 +69,9 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
                 "This is the model's posterior at its training data, not its prior: the model is in evaluation mode, into "
                 "which mll.posterior() puts it. Call model.train() and likelihood.train() before the next training step."
             )
+    noise = prior_parts(function_dist.lazy_covariance_matrix).diagonal  # or jitter of the model's forward
+    if noise is not None and _is_of(model.likelihood, noise):
+        raise RuntimeError("The noise would count twice: call mll(model(train_x), train_y), without likelihood(...).")
     event_shape, mean = function_dist.event_shape, function_dist.mean
     if target.shape[-len(event_shape) :] != event_shape:
         raise ValueError(
@@ -86,6 +91,13 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
     if target.is_floating_point() and kinds == {(target.dtype, target.device)}:
         advice = f"The inputs are like the target: use model.to('{target.device}', {target.dtype})."
     check_same_kind("The model's output", mean, "the target", target, advice)
+
+
+def _is_of(likelihood: Likelihood, noise: Tensor) -> bool:
+    """Whether this is the likelihood's fixed noise, or depends on its parameters."""
+    known = {id(parameter) for parameter in likelihood.parameters()}
+    is_fixed = noise is getattr(getattr(likelihood, "noise_covar", None), "noise", None)
+    return is_fixed or any(id(leaf) in known for leaf in leaves_of(noise))
 
 
 def check_layers(model: torch.nn.Module, *, batches: bool) -> None:

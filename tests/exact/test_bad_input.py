@@ -157,6 +157,28 @@ def test_the_models_own_posterior_is_no_prior(mll_class: type, solver: gpi.solve
         assert mll(other, case.y).item() == pytest.approx(value, abs=1e-2)
 
 
+@pytest.mark.parametrize("mll_class", [*MLLS, gpi.mlls.VariationalFeatureMarginalLogLikelihood])
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        gpytorch.likelihoods.GaussianLikelihood(),
+        gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.full((30,), 0.1)),
+        gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.full((30,), 0.1), learn_additional_noise=True),
+    ],
+)
+def test_the_distribution_of_the_targets_is_no_prior(
+    mll_class: type, likelihood: gpytorch.likelihoods.Likelihood
+) -> None:
+    """The noise counted twice, silently."""
+    x, y = data(30)
+    likelihood = likelihood.double()
+    model = Regression(x, y, likelihood, kernels.LinearKernel()).double()
+    mll = mll_class(likelihood, model)
+    with pytest.raises(RuntimeError, match="noise would count twice"):
+        mll(likelihood(model(x)), y)
+    mll(model(x), y)
+
+
 @pytest.mark.parametrize("mll_class", MLLS)
 def test_the_likelihood_comes_first(mll_class: type) -> None:
     case, _ = case_and_mll(mll_class)
