@@ -1,6 +1,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import gpytorch
 import torch
 from gpytorch.distributions import MultivariateNormal
 from linear_operator import LinearOperator, to_linear_operator
@@ -8,6 +9,7 @@ from torch import Size, Tensor
 
 from gpy_iterative.checks import check_autocast
 from gpy_iterative.exact.prediction.joint_prior import expanded
+from gpy_iterative.exact.prediction.new_observations import check_without_gradients
 from gpy_iterative.linear_operators.kernel_functions import leaves_of
 
 if TYPE_CHECKING:
@@ -73,11 +75,19 @@ class PathwisePredictionStrategy:
         full_output: MultivariateNormal,
         **kwargs: Any,
     ) -> "PathwisePredictionStrategy":
-        """See `condition_on_observations`. The fantasy model keeps the present hyperparameters."""
+        """See `condition_on_observations`. The fantasy model keeps the present hyperparameters.
+
+        Gradients, also by its hyperparameters, are those of GPyTorch with `detach_test_caches`; RuntimeError for new inputs
+        that require a gradient, and for such targets without this setting.
+        """
+        if gpytorch.settings.detach_test_caches.off():
+            check_without_gradients([targets])
         return PathwisePredictionStrategy(self._posterior.with_observations(inputs, targets, **kwargs))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """None, as in GPyTorch."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PathwisePredictionStrategy | None":
+        """Of a posterior that is copied, too; of a model alone None, as in GPyTorch."""
+        posterior = memo.get(id(self._posterior))
+        return None if posterior is None else PathwisePredictionStrategy(posterior)
 
 
 def _depend_on_others(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> bool:

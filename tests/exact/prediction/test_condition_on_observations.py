@@ -304,6 +304,30 @@ def test_fantasy_models_of_gpytorch(name: str, solver: Any, batch: tuple[int, ..
     assert case.model.train_inputs[0] is case.x or torch.equal(case.model.train_inputs[0], case.x)
 
 
+def test_gradients_of_fantasy_models() -> None:
+    """Those of GPyTorch, which detaches its caches by default."""
+    case = CASES["matern-3/2"]()
+    (x, y, _), points = new_data(case), held_out_points(3).requires_grad_()
+    y.requires_grad_()
+
+    def gradients() -> list[Tensor | None]:
+        fantasy = case.model.get_fantasy_model(x, y)
+        prediction = fantasy(points)
+        value = prediction.mean.sum() + prediction.variance.sum()
+        return list(torch.autograd.grad(value, [points, y, *fantasy.parameters()], allow_unused=True))
+
+    case.model.eval()
+    case.likelihood.eval()
+    _ = case.model(points).mean
+    wanted = gradients()
+    posterior_of(case, Cholesky()).install()
+    for found, expected in zip(gradients(), wanted, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    assert wanted[1] is None
+    with gpytorch.settings.detach_test_caches(False), pytest.raises(RuntimeError, match="no gradients with respect to"):
+        gradients()
+
+
 def test_the_new_posterior_follows_its_own_model() -> None:
     case = CASES["matern-3/2"]()
     x, y, _ = new_data(case)

@@ -200,8 +200,10 @@ def test_copies_and_pickles() -> None:
     posterior.install()
     prediction = posterior(x)
     assert copy.deepcopy(case.model).prediction_strategy is None
-    again = pickle.loads(pickle.dumps(posterior))(x)
-    torch.testing.assert_close(again.mean, prediction.mean)
-    torch.testing.assert_close(again.variance, prediction.variance)
+    for copied in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
+        assert copied.model.prediction_strategy._posterior is copied
+        for again in (copied(x), copied.model(x)):
+            torch.testing.assert_close(again.mean, prediction.mean)
+            torch.testing.assert_close(again.variance, prediction.variance)
     torch.testing.assert_close(pickle.loads(pickle.dumps(prediction)).variance, prediction.variance)
     assert "prediction_strategy" not in " ".join(case.model.state_dict())
