@@ -111,6 +111,21 @@ def test_an_interrupted_step_leaves_everything_as_it_was(error: BaseException) -
     assert all(map(torch.equal, parameters(mll), parameters(other)))
 
 
+@pytest.mark.parametrize(("change", "is_seen"), [(-2.5, True), (-1.5, False), (2.5, False)])
+def test_a_loss_that_the_values_show_is_a_loss(change: float, is_seen: bool) -> None:
+    """Fits of nearly equal tasks lost 90 nats in two steps, as noise of the gradients hid the predictions: STAGNATED."""
+    optimiser = AverageInformation(regression(solver=ITERATIVE))
+    point, found = optimiser.point, optimiser.assess()
+    move = torch.ones_like(point.position)
+    noisy = replace(found, samples=100 * point.error * torch.ones_like(found.samples))
+    change *= math.hypot(point.error, point.error)
+    reached = replace(point, value=point.value + change, gradient=-point.gradient)  # no gain by the gradients
+    gained, least, seen = levenberg_marquardt._gain(point, noisy, reached, move, predicted=point.error)
+    assert seen == is_seen
+    assert gained == pytest.approx(change if is_seen else 0.0)
+    assert (gained < least) == is_seen
+
+
 def test_no_step_where_nothing_gains() -> None:
     mll = regression(100)
     optimiser = AverageInformation(mll)

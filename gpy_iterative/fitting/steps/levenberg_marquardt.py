@@ -268,10 +268,10 @@ def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predict
     """Gain of a step, the least gain to keep it, and whether the two values show it.
 
     Frozen probes make noise cancel in differences of values. If noise hides the prediction, the less noisy gradients at
-    both ends give the gain, and their noise lowers the least gain.
+    both ends give the gain, and their noise lowers the least gain; a loss that the values show remains a loss.
     """
-    noise = found.error_along(move)
-    if predicted > VISIBLE * math.hypot(point.error, reached.error, noise):
-        return reached.value - point.value, LEAST_GAIN * predicted, True
+    noise, gained, error = found.error_along(move), reached.value - point.value, math.hypot(point.error, reached.error)
+    if predicted > VISIBLE * math.hypot(error, noise) or gained < -VISIBLE * error:
+        return gained, LEAST_GAIN * predicted, True
     by_gradients = 0.5 * float((point.gradient + reached.gradient) @ move)
     return by_gradients, LEAST_GAIN * predicted - VISIBLE * noise, False
