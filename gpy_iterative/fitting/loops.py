@@ -35,10 +35,6 @@ from gpy_iterative.training.training_system import to_training_mode
 
 logger = logging.getLogger(__name__)
 
-#: Steps of an exact fit, after which another optimiser follows, once they gain little: the first ones may have to multiply
-#: variances by 1e10.
-FOLLOWED_AFTER = 20
-
 
 class Loop(ABC):
     """Base of the loops; `history` begins with the rows of a checkpoint."""
@@ -54,8 +50,7 @@ class Loop(ABC):
     def advance(self) -> FitStatus | None:
         """Adds a row, and makes a step or returns the final status."""
 
-    def methods(self) -> str:
-        """With that of a follower."""
+    def shown_method(self) -> str:
         return self.method
 
     @abstractmethod
@@ -103,7 +98,7 @@ class Loop(ABC):
             history=tuple(self.history),
             hyperparameters=self.hyperparameters(),
             irrelevant=self.irrelevant(),
-            method=self.methods(),
+            method=self.shown_method(),
             reason=self.reason,
             seconds=sum(row.seconds for row in self.history),
             is_interrupted=is_interrupted,
@@ -117,23 +112,14 @@ class Loop(ABC):
 
 
 class CurvatureLoop(Loop):
-    """Steps with a curvature.
-
-    Along curved valleys average information is far from the curvature, and steps gain little: `follower` makes an optimiser
-    that measures it.
-    """
+    """Steps with a curvature."""
 
     def __init__(
-        self,
-        optimiser: LevenbergMarquardt,
-        history: list[HistoryRow],
-        max_steps: int,
-        reason: str = "",
-        follower: Callable[[], LevenbergMarquardt] | None = None,
+        self, optimiser: LevenbergMarquardt, history: list[HistoryRow], max_steps: int, reason: str = ""
     ) -> None:
         super().__init__(optimiser.mll, history, max_steps, reason)
         self.method = optimiser.method
-        self._optimiser, self._follower = optimiser, follower
+        self._optimiser = optimiser
         self.steps, self._has_raised, self._has_redrawn, self._has_shortened = 0, False, False, False
         self._lefts: list[float] = []
         self._seen: list[bool] = []
@@ -148,7 +134,7 @@ class CurvatureLoop(Loop):
             return self._start_again()
         limit = _noise_limit(found)
         is_converged = has_converged(found.left, found.noise) and not found.curvature.is_rough
-        if is_converged and (is_last or not self._gains_unseen(found)):
+        if is_converged:
             is_settled = found.noise <= limit or self._has_raised
             if is_settled or not self._optimiser.raise_probes():
                 return None if not is_last and self._shortens() else self._ended(found, limit)
@@ -171,19 +157,8 @@ class CurvatureLoop(Loop):
         if made is None:  # nothing changed
             return None if self._shortens() else self._ended(self._settle(), limit)
         self._last, self._assessed = made, None
-        self.steps += 1
-        if self.steps >= FOLLOWED_AFTER and not len(found.samples) and made.gained < NEAR:
-            self._follow()
+        self.steps = self._optimiser.num_steps
         return None
-
-    def methods(self) -> str:
-        last = self._optimiser.method
-        return self.method if last == self.method else f"{self.method}, then {last}"
-
-    def _follow(self) -> None:
-        if self._follower is not None:
-            self._optimiser, self._follower = self._follower(), None
-            self._lefts, self._seen, self._best = [], [], None
 
     def _shortens(self) -> bool:
         """Looks once for lengthscales that hide a gain."""
@@ -205,12 +180,6 @@ class CurvatureLoop(Loop):
     def _start_again(self) -> None:
         self._lefts, self._seen = [], []
         self._last = self._best = self._assessed = None
-
-    def _gains_unseen(self, found: Assessment) -> bool:
-        """Whether an exact fit's last step gained more than may be left, where the curvature does not show it."""
-        if self._optimiser.knows_curvature or len(found.samples):
-            return False
-        return self._last is not None and self._last.gained > LEFT
 
     def _ended(self, found: Assessment, limit: float) -> FitStatus:
         """Far from the optimum something other than noise hides a gain."""
@@ -275,7 +244,6 @@ class CurvatureLoop(Loop):
     def state(self) -> dict[str, Any]:
         last = None if self._last is None else astuple(self._last)
         own = {
-            "steps": self.steps,
             "has_raised": self._has_raised,
             "has_redrawn": self._has_redrawn,
             "has_shortened": self._has_shortened,
@@ -283,19 +251,17 @@ class CurvatureLoop(Loop):
             "seen": self._seen,
             "last": last,
             "best": self._best,
-            "is_followed": self._follower is None,
         }
         return {**own, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if state["is_followed"]:
-            self._follow()
-        self.steps, self._has_raised = state["steps"], state["has_raised"]
+        self._has_raised = state["has_raised"]
         self._has_redrawn, self._has_shortened = state["has_redrawn"], state["has_shortened"]
         self._lefts, self._seen = state["lefts"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]
         self._optimiser.load_state(state)
+        self.steps = self._optimiser.num_steps
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
         coordinates = self._optimiser.coordinates
@@ -332,7 +298,7 @@ class AdamLoop(Loop):
         super().__init__(optimiser.mll, history, max_steps, reason)
         self._optimiser, self.steps, self._length = optimiser, len(history), 0.0
 
-    def methods(self) -> str:
+    def shown_method(self) -> str:
         return "own_optimizer" if isinstance(self.mll, HasOptimizer) else self.method
 
     def advance(self) -> FitStatus | None:

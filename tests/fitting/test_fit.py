@@ -23,7 +23,6 @@ from gpy_iterative.fitting.steps import levenberg_marquardt
 from gpy_iterative.fitting.steps.adam import AdamSteps
 from gpy_iterative.fitting.steps.points import Step
 from gpy_iterative.fitting.steps.quasi_newton import QuasiNewton
-from gpy_iterative.fitting.stopping import has_converged
 from tests.exact.gaussian_models import CASES, Regression
 from tests.fitting.problems import ITERATIVE, LOW_RANK, data, dense_optimum, dense_value, features, quiet, regression
 from tests.laplace.cases import Exposed, LaplaceModel
@@ -161,12 +160,12 @@ def test_exact_fits_along_a_curved_valley_reach_the_optimum(seed: int) -> None:
 
 
 def test_the_optimum_by_measured_curvatures_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpy_iterative.fitting.loops.FOLLOWED_AFTER", 2)
+    monkeypatch.setattr("gpy_iterative.fitting.steps.average_information.REFINED_AFTER", 2)
     mll = regression(80)
     result = quiet(mll)
     assert result.status is FitStatus.CONVERGED
     assert result.steps > 2
-    assert f"{result.steps} steps of average information, then quasi newton" in str(result)
+    assert f"{result.steps} steps of average information" in str(result)
     reached = dense_value(mll)
     assert dense_optimum(mll) - reached < 0.05
 
@@ -286,31 +285,6 @@ def test_stagnated() -> None:
     assert result.steps == 1
     assert not result.has_standard_errors
     assert "not determined" not in "\n".join(map(str, [result, *result.hyperparameters]))
-
-
-@pytest.mark.parametrize(("solver", "more"), [(None, 1), (ITERATIVE, 0)], ids=["exact", "iterative"])
-def test_an_exact_fit_goes_on_while_its_last_step_gained(solver: gpi.solvers.Solver | None, more: int) -> None:
-    def steps(gain: float, most: int) -> int:
-        optimiser = gpi.fitting.AverageInformation(regression(100, solver=solver))
-        loop, step = CurvatureLoop(optimiser, [], most), optimiser.step
-        optimiser.step = lambda: replace(step(), gained=gain)
-        while (status := loop.advance()) is None:
-            pass
-        assert status is FitStatus.CONVERGED
-        return loop.steps
-
-    few = steps(0.04, 30)
-    assert steps(0.06, few + 1) == few + more
-
-
-def test_an_exact_fit_that_cannot_go_on_from_its_optimum_has_converged() -> None:
-    optimiser = gpi.fitting.AverageInformation(regression(100))
-    loop, step = CurvatureLoop(optimiser, [], 30), optimiser.step
-    optimiser.step = lambda: None if has_converged(loop._lefts[-1], 0.0) else replace(step(), gained=0.06)
-    while (status := loop.advance()) is None:
-        pass
-    assert status is FitStatus.CONVERGED
-    assert loop.steps > 2
 
 
 def test_a_fit_that_cannot_go_on_near_its_optimum_keeps_nats_left_and_standard_errors() -> None:

@@ -11,9 +11,10 @@ from gpy_iterative.errors import held_warnings
 from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
 from gpy_iterative.fitting.steps.curvature import NOISE_SAMPLES, Curvature, average_information, gradient_noise
 from gpy_iterative.fitting.steps.lengthscales import shorter, typical
-from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
+from gpy_iterative.fitting.steps.levenberg_marquardt import NEAR, LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point
-from gpy_iterative.fitting.stopping import CLEAR, LEFT
+from gpy_iterative.fitting.steps.refinement import refined
+from gpy_iterative.fitting.stopping import CLEAR, LEFT, has_converged
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import EXACT_BELOW
@@ -29,6 +30,8 @@ LEAST_GAIN_OF_RESET = 1.0
 LESS_NOISE = 0.5
 #: Nats left, where one noise sample is enough.
 FAR = 100.0
+#: Steps of exact values, after which nats left are exact near the end: along curved valleys steps gain little.
+REFINED_AFTER = 15
 #: Of a block [n, probes]; there are twenty at once.
 MOST_ENTRIES = 2**25
 
@@ -197,6 +200,32 @@ class AverageInformation(LevenbergMarquardt):
             epochs=estimate.stats.epochs,
             evaluation=evaluation,
         )
+
+    def _assessed(self, point: Point) -> Assessment:
+        found = super()._assessed(point)
+        is_slow = self.num_steps >= REFINED_AFTER and found.left < NEAR
+        is_exact, is_end = not len(found.samples), has_converged(found.left, found.noise)
+        return self._refined(point, found) if is_exact and (is_end or is_slow) else found
+
+    def _refined(self, point: Point, found: Assessment) -> Assessment:
+        """By the exact curvature where nats are left: average information may hide them, or promise too many."""
+        free, undo = ~found.held, self._undo_to_here()
+        try:
+            with held_warnings():  # of points that no step takes
+                difference = partial(self._difference, point, free)
+                block = refined(found.matrix[free][:, free], found.gradient[free], found.radius[free], difference)
+        finally:
+            undo()
+        matrix = found.matrix.masked_scatter(torch.outer(free, free), block)
+        found = replace(found, curvature=replace(found.curvature, matrix=matrix - torch.diag(found.ridge)))
+        return replace(found, left=found.energy(found.gradient.unsqueeze(0)))
+
+    def _difference(self, point: Point, free: Tensor, move: Tensor) -> tuple[Tensor, Tensor] | None:
+        position = point.position.masked_scatter(free, point.position[free] + move)
+        reached = self._tried(position.clamp(self.coordinates.lower, self.coordinates.upper))
+        if reached is None:
+            return None
+        return (reached.position - point.position)[free], (point.gradient - reached.gradient)[free]
 
     def _curvature(self, point: Point) -> Curvature:
         assert point.evaluation is not None

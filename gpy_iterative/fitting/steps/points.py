@@ -128,10 +128,22 @@ class Secant:
 
         Far from the end only a poor step may raise it.
         """
-        product = matrix @ self.move
-        expected = self.move @ product
-        part = float(self.move @ self.change / expected)
+        seen = float(self.move @ self.change)
+        part = seen / float(self.move @ matrix @ self.move)
         least, most = SEEN_CURVATURE
         if not least < part < most or not (is_near or (self.is_poor and part > 1)):
             return matrix
-        return matrix - (1 - part) / expected * torch.outer(product, product)
+        return with_curvature(matrix, self.move, seen)
+
+
+def with_curvature(matrix: Tensor, move: Tensor, seen: float) -> Tensor:
+    """The matrix [p, p] with this curvature along a move; conjugate directions keep theirs."""
+    product = matrix @ move
+    expected = float(move @ product)
+    return matrix - (1 - seen / expected) / expected * torch.outer(product, product)
+
+
+def with_change(matrix: Tensor, move: Tensor, change: Tensor) -> Tensor:
+    """The matrix [p, p] whose product with a move is the change of the gradient (BFGS)."""
+    product = matrix @ move
+    return matrix + torch.outer(change, change) / (move @ change) - torch.outer(product, product) / (move @ product)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpy_iterative.errors import held_warnings
 from gpy_iterative.fitting.steps.curvature import Curvature
 from gpy_iterative.fitting.steps.levenberg_marquardt import RADIUS, LevenbergMarquardt
-from gpy_iterative.fitting.steps.points import Assessment, Point, Secant, Step
+from gpy_iterative.fitting.steps.points import Assessment, Point, Secant, Step, with_change
 from gpy_iterative.fitting.stopping import has_converged
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
 from gpy_iterative.training.likelihood_params import likelihood_arguments
@@ -185,4 +185,4 @@ def updated(matrix: Tensor, step: Secant) -> Tensor:
     if seen < LEAST_CURVATURE * known:
         part = (1 - LEAST_CURVATURE) * known / (known - seen)
         change, seen = part * change + (1 - part) * product, LEAST_CURVATURE * known
-    return matrix + torch.outer(change, change) / seen - torch.outer(product, product) / known
+    return with_change(matrix, step.move, change)
