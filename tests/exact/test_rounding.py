@@ -372,6 +372,29 @@ def test_rounding_of_a_matrix_that_gpytorch_evaluated_is_told(is_grid: bool, noi
         gpi.prediction.PathwisePosterior(model, model.likelihood).report  # noqa: B018
 
 
+@pytest.mark.parametrize("kernel", [gpytorch.kernels.RBFKernel, gpytorch.kernels.LinearKernel])
+def test_sums_over_all_data_that_cancel_are_computed_in_float64(kernel: type[gpytorch.kernels.Kernel]) -> None:
+    """Those of a far field and of a low rank: with 50,000 rows means were 2 and 6 standard deviations off in float32."""
+    size = 8000
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(size, 2, generator=generator)
+    y = x.mul(6).sin().sum(-1) + 0.1 * torch.randn(size, generator=generator)  # not as the kernel expects
+    points = torch.rand(20, 2, generator=generator)
+
+    def posterior(dtype: torch.dtype) -> gpi.prediction.PathwisePosterior:
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        model = Regression(x, y, likelihood, kernel())
+        if kernel.has_lengthscale:
+            model.covar_module.lengthscale = 2.0
+        likelihood.noise = 0.015
+        model.to(dtype).set_train_data(x.to(dtype), y.to(dtype), strict=False)
+        return gpi.prediction.PathwisePosterior(model, likelihood, rank=64)
+
+    found, true = posterior(torch.float32)(points), posterior(torch.float64)(points.double())
+    assert ((found.mean - true.mean) / true.stddev).abs().max() < 0.01
+    torch.testing.assert_close(found.lazy_covariance_matrix.diagonal().double(), true.variance, rtol=0.001, atol=0)
+
+
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.ApproximationWarning")
 def test_too_many_rows_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = to_linear_operator(20 * torch.ones(N, N))
