@@ -91,7 +91,10 @@ def check_targets_fit(distribution: MultivariateNormal, targets: Tensor) -> None
     if targets.shape[:1] != (points,) or targets.dim() > 2:
         raise ValueError(f"Laplace's method needs targets [{points}], one for each point; got {tuple(targets.shape)}.")
     if targets.dim() == 2 and not isinstance(distribution, MultitaskMultivariateNormal):
-        several = "Several functions are MultitaskMultivariateNormal.from_batch_mvn(prior); batches need a model each."
+        several = (
+            "Classes are whole numbers, such as targets.argmax(-1). Several functions are "
+            "MultitaskMultivariateNormal.from_batch_mvn(prior); batches need a model each."
+        )
         hint = "Use targets.squeeze(-1)." if targets.shape[-1] == 1 else several
         raise ValueError(f"The targets must be [n], got {tuple(targets.shape)}. {hint}")
     if targets.device != distribution.mean.device:

@@ -768,7 +768,7 @@ def test_targets_that_are_refused_by_the_mll() -> None:
     prior = problem.model(problem.x)
     with pytest.raises(ValueError, match=r"squeeze\(-1\)"):
         mll(prior, problem.y.unsqueeze(-1))
-    with pytest.raises(ValueError, match=r"Several functions.*from_batch_mvn"):
+    with pytest.raises(ValueError, match=r"targets\.argmax\(-1\).*Several functions.*from_batch_mvn"):
         mll(prior, problem.y.unsqueeze(-1).expand(-1, 2))
     with pytest.raises(ValueError, match=r"targets \[8\]"):
         mll(prior, problem.y[:7])
