@@ -64,6 +64,12 @@ def test_a_value_that_grows_beyond_the_radius_counts_as_far_as_it(curvature: flo
     torch.testing.assert_close(found[1:, 1:], exact[1:, 1:])
 
 
+def test_a_gradient_of_zero_needs_no_difference() -> None:
+    values = Quadratic(positive(0))
+    assert torch.equal(refined(values.curvature, torch.zeros_like(RADIUS), RADIUS, values), values.curvature)
+    assert values.count == 0
+
+
 def test_without_values_nearby_the_curvature_stays() -> None:
     matrix = positive(0)
     assert torch.equal(refined(matrix, torch.ones(5, dtype=torch.float64), RADIUS, lambda move: None), matrix)

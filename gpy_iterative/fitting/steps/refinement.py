@@ -36,7 +36,7 @@ def refined(
     for number in range(len(gradient)):
         solved = torch.linalg.solve(preconditioner, rest)
         energy = float(rest @ solved)
-        if number and energy < 2 * REST:
+        if energy <= (2 * REST if number else 0.0):
             break
         direction, before = solved + energy / before * direction, energy
         norm = float(direction @ preconditioner @ direction) ** 0.5
