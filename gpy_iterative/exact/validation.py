@@ -6,6 +6,7 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
+from linear_operator.operators import SumLinearOperator
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -69,9 +70,12 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
                 "This is the model's posterior at its training data, not its prior: the model is in evaluation mode, into "
                 "which mll.posterior() puts it. Call model.train() and likelihood.train() before the next training step."
             )
-    noise = prior_parts(function_dist.lazy_covariance_matrix).diagonal  # or jitter of the model's forward
-    if noise is not None and _is_of(model.likelihood, noise):
-        raise RuntimeError("The noise would count twice: call mll(model(train_x), train_y), without likelihood(...).")
+    if isinstance(function_dist.lazy_covariance_matrix, SumLinearOperator):
+        noise = prior_parts(function_dist.lazy_covariance_matrix).diagonal  # or jitter of the model's forward
+        if noise is not None and _is_of(model.likelihood, noise):
+            raise RuntimeError(
+                "The noise would count twice: call mll(model(train_x), train_y), without likelihood(...)."
+            )
     event_shape, mean = function_dist.event_shape, function_dist.mean
     if target.shape[-len(event_shape) :] != event_shape:
         raise ValueError(

@@ -284,7 +284,8 @@ def noise_operator(
     num_data = function_dist.loc.shape[-1]
     noise_model = getattr(likelihood, "noise_covar", None)
     is_given = kwargs.get("noise") is not None
-    check_instance("noise", kwargs.get("noise"), Tensor, "torch.full((n,), 0.1)")
+    if is_given:
+        check_instance("noise", kwargs["noise"], Tensor, "torch.full((n,), 0.1)")
     if isinstance(noise_model, NOISE_OF_INPUTS) and not (params or is_given):
         raise ValueError(
             f"The noise of {type(likelihood).__name__} depends on the inputs (or task indices) of the data, which were "

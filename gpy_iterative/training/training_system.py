@@ -86,13 +86,13 @@ class TrainingSystem:
         if noisy is None:
             return self.residual.new_zeros((), dtype=torch.float64)
         eps = torch.finfo(operator.dtype).eps
-        part = noisy.kernel.tiles().rounding if isinstance(noisy.kernel, TiledLinearOperator) else 1.0
-        if part < 1 and far_field_error(noisy.kernel) is not None:  # whose blocks have no centre
-            eps *= 1 + FAR_FIELD_CANCELLATION * (1 - part) * size**0.5
+        if isinstance(noisy.kernel, TiledLinearOperator):
+            part = noisy.kernel.tiles().rounding
+            if part < 1 and far_field_error(noisy.kernel) is not None:  # whose blocks have no centre
+                part = 1 + FAR_FIELD_CANCELLATION * (1 - part) * size**0.5
+            eps *= part
         elif all(isinstance(term, RootLinearOperator) for term, _ in sum_terms(noisy.kernel)):
             eps *= 1 + LOW_RANK_CANCELLATION * size**0.5
-        else:
-            eps *= part
         return eps * size * noisy.signal_to_noise()
 
     def _in_float64(self) -> "TrainingSystem":
