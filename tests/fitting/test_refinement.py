@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 import gpy_iterative as gpi
-from gpy_iterative.fitting import FitStatus
+from gpy_iterative.fitting import AverageInformation, FitStatus
 from gpy_iterative.fitting.steps.refinement import refined
 from tests.exact.gaussian_models import Regression
-from tests.fitting.problems import dense_optimum, dense_value, quiet
+from tests.fitting.problems import dense_optimum, dense_value, failing_evaluations, parameters, quiet, regression
 
 RADIUS = torch.full((5,), 2.0, dtype=torch.float64)
 
@@ -73,6 +73,24 @@ def test_a_gradient_of_zero_needs_no_difference() -> None:
 def test_without_values_nearby_the_curvature_stays() -> None:
     matrix = positive(0)
     assert torch.equal(refined(matrix, torch.ones(5, dtype=torch.float64), RADIUS, lambda move: None), matrix)
+
+
+def test_without_a_gradient_the_curvature_stays() -> None:
+    matrix = positive(0)
+    values = Quadratic(matrix)
+    assert torch.equal(refined(matrix, torch.zeros(5, dtype=torch.float64), RADIUS, values), matrix)
+    assert values.count == 0
+
+
+def test_an_interrupted_difference_changes_nothing() -> None:
+    """The next call said that a variable was modified by an inplace operation."""
+    mll = regression(100)
+    quiet(mll)
+    optimiser, before = AverageInformation(mll), parameters(mll)
+    with failing_evaluations(mll, KeyboardInterrupt(), after=1, times=1), pytest.raises(KeyboardInterrupt):
+        optimiser.assess()
+    assert all(map(torch.equal, mll.parameters(), before))
+    assert optimiser.assess().left == AverageInformation(mll).assess().left
 
 
 def test_moves_are_short_and_may_be_cut_by_bounds() -> None:

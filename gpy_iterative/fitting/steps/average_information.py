@@ -214,6 +214,9 @@ class AverageInformation(LevenbergMarquardt):
             with held_warnings():  # of points that no step takes
                 difference = partial(self._difference, point, free)
                 block = refined(found.matrix[free][:, free], found.gradient[free], found.radius[free], difference)
+        except BaseException:
+            self._point = None  # parameters have changed since its graph, from which another call would begin
+            raise
         finally:
             undo()
         matrix = found.matrix.masked_scatter(torch.outer(free, free), block)
