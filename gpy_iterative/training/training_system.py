@@ -18,6 +18,7 @@ from gpy_iterative.errors import ApproximationWarning, NonFiniteError, Unsupport
 from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, in_float64, sum_terms, with_products
 from gpy_iterative.linear_operators.far_field.far_field import automatic_tolerance
 from gpy_iterative.linear_operators.from_gpytorch import flat_targets, noisy_operator, observed_data
+from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
@@ -25,6 +26,7 @@ from gpy_iterative.linear_operators.products import FAR_FIELD_ROWS, KernelProduc
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from gpy_iterative.preconditioners.task_noise import of_independent_noise
+from gpy_iterative.spectral.finite import has_feature_map
 
 #: Nats that rounding in float32 may move the value of a training step.
 ROUNDING_IN_TRAINING = 0.5
@@ -86,12 +88,12 @@ class TrainingSystem:
         if noisy is None:
             return self.residual.new_zeros((), dtype=torch.float64)
         eps = torch.finfo(operator.dtype).eps
-        if isinstance(noisy.kernel, TiledLinearOperator):
-            part = noisy.kernel.tiles().rounding
-            if part < 1 and far_field_error(noisy.kernel) is not None:  # whose blocks have no centre
+        part = noisy.kernel.tiles().rounding if isinstance(noisy.kernel, TiledLinearOperator) else 1.0
+        if part < 1:
+            if far_field_error(noisy.kernel) is not None:  # whose blocks have no centre
                 part = 1 + FAR_FIELD_CANCELLATION * (1 - part) * size**0.5
             eps *= part
-        elif all(isinstance(term, RootLinearOperator) for term, _ in sum_terms(noisy.kernel)):
+        elif all(_has_low_rank(term) for term, _ in sum_terms(noisy.kernel)):
             eps *= 1 + LOW_RANK_CANCELLATION * size**0.5
         return eps * size * noisy.signal_to_noise()
 
@@ -117,6 +119,11 @@ def has_evaluated_matrix(operator: LinearOperator, num_rows: int) -> bool:
     """Whether a matrix of all pairs of data, or of a grid, was evaluated before this package could choose a precision."""
     is_whole = lambda part: isinstance(part, DenseLinearOperator) and min(part.matrix_shape) >= num_rows
     return any(isinstance(part, ToeplitzLinearOperator) or is_whole(part) for part in all_parts(operator))
+
+
+def _has_low_rank(term: LinearOperator | Tensor) -> bool:
+    is_finite = isinstance(term, GenericKernelLinearOperator) and has_feature_map(term.kernel)
+    return is_finite or isinstance(term, RootLinearOperator)
 
 
 def check_has_data(model: ExactGP) -> None:
