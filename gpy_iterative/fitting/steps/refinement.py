@@ -16,8 +16,8 @@ from gpy_iterative.fitting.stopping import LEFT
 
 #: Nats that further directions may gain by the average information.
 REST = 0.01
-#: Largest move for a difference: in nats, and relative to the largest one of a step.
-MOST_NATS, MOST_OF_RADIUS = 0.05, 0.025
+#: Largest move for a difference: in nats, and relative to the largest one of a step. Valleys are curved.
+MOST_NATS, MOST_OF_RADIUS = 0.002, 0.005
 
 
 def refined(
