@@ -41,6 +41,7 @@ def observed(function: SyntheticTestFunction, num_data: int, seed: int) -> tuple
     """Points of the unit cube [num_data, d], for the function's box, and noisy values [num_data, 1]."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(num_data, function.dim, generator=generator, dtype=torch.float64)
+    assert isinstance(function.bounds, Tensor)
     low, high = function.bounds.double()
     values = function(low + (high - low) * x).unsqueeze(-1)
     return x, values + NOISE * values.std() * torch.randn(num_data, 1, generator=generator, dtype=torch.float64)

@@ -30,7 +30,7 @@ LEAST_GAIN_OF_RESET = 1.0
 LESS_NOISE = 0.5
 #: Nats left, where one noise sample is enough.
 FAR = 100.0
-#: Steps of exact values, after which nats left are exact near the end: along curved valleys steps gain little.
+#: Steps after which every point near the end of an exact fit is refined: along curved valleys steps gain little.
 REFINED_AFTER = 15
 #: Of a block [n, probes]; there are twenty at once.
 MOST_ENTRIES = 2**25
