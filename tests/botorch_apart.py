@@ -28,7 +28,7 @@ def _import(*names: str) -> list[Any]:
     return modules
 
 
-acquisition, thompson, models, deterministic, transforms, sampling, search, fit, optim, paths = _import(
+acquisition, thompson, models, deterministic, transforms, sampling, search, fit, optim, paths, surrogate_fits = _import(
     "botorch.acquisition",
     "botorch.acquisition.thompson_sampling",
     "botorch.models",
@@ -39,4 +39,5 @@ acquisition, thompson, models, deterministic, transforms, sampling, search, fit,
     "botorch.fit",
     "botorch.optim.fit",
     "gpy_iterative.botorch",
+    "benchmarks.surrogate_fits",
 )
