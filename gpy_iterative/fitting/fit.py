@@ -1,6 +1,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -158,7 +159,8 @@ def _loop(
         loop = CurvatureLoop(QuasiNewton(mll, params=params), history, steps, choice.reason)
     else:
         curved = AverageInformation(mll, params=params, generator=random)
-        loop = CurvatureLoop(curved, history, steps, choice.reason)
+        follower = partial(QuasiNewton, mll, params=params)
+        loop = CurvatureLoop(curved, history, steps, choice.reason, follower)
     if known is not None:
         mll.load_state_dict(known.parameters)  # first: it replaces buffers of that state
         try:

@@ -35,6 +35,10 @@ from gpy_iterative.training.training_system import to_training_mode
 
 logger = logging.getLogger(__name__)
 
+#: Steps of an exact fit, after which another optimiser follows, once they gain little: the first ones may have to multiply
+#: variances by 1e10.
+FOLLOWED_AFTER = 20
+
 
 class Loop(ABC):
     """Base of the loops; `history` begins with the rows of a checkpoint."""
@@ -50,7 +54,8 @@ class Loop(ABC):
     def advance(self) -> FitStatus | None:
         """Adds a row, and makes a step or returns the final status."""
 
-    def shown_method(self) -> str:
+    def methods(self) -> str:
+        """With that of a follower."""
         return self.method
 
     @abstractmethod
@@ -98,7 +103,7 @@ class Loop(ABC):
             history=tuple(self.history),
             hyperparameters=self.hyperparameters(),
             irrelevant=self.irrelevant(),
-            method=self.shown_method(),
+            method=self.methods(),
             reason=self.reason,
             seconds=sum(row.seconds for row in self.history),
             is_interrupted=is_interrupted,
@@ -112,14 +117,23 @@ class Loop(ABC):
 
 
 class CurvatureLoop(Loop):
-    """Steps with a curvature."""
+    """Steps with a curvature.
+
+    Along curved valleys average information is far from the curvature, and steps gain little: `follower` makes an optimiser
+    that measures it.
+    """
 
     def __init__(
-        self, optimiser: LevenbergMarquardt, history: list[HistoryRow], max_steps: int, reason: str = ""
+        self,
+        optimiser: LevenbergMarquardt,
+        history: list[HistoryRow],
+        max_steps: int,
+        reason: str = "",
+        follower: Callable[[], LevenbergMarquardt] | None = None,
     ) -> None:
         super().__init__(optimiser.mll, history, max_steps, reason)
         self.method = optimiser.method
-        self._optimiser = optimiser
+        self._optimiser, self._follower = optimiser, follower
         self.steps, self._has_raised, self._has_redrawn, self._has_shortened = 0, False, False, False
         self._lefts: list[float] = []
         self._seen: list[bool] = []
@@ -157,8 +171,19 @@ class CurvatureLoop(Loop):
         if made is None:  # nothing changed
             return None if self._shortens() else self._ended(self._settle(), limit)
         self._last, self._assessed = made, None
-        self.steps = self._optimiser.num_steps
+        self.steps += 1
+        if self.steps >= FOLLOWED_AFTER and not len(found.samples) and made.gained < NEAR:
+            self._follow()
         return None
+
+    def methods(self) -> str:
+        last = self._optimiser.method
+        return self.method if last == self.method else f"{self.method}, then {last}"
+
+    def _follow(self) -> None:
+        if self._follower is not None:
+            self._optimiser, self._follower = self._follower(), None
+            self._lefts, self._seen, self._best = [], [], None
 
     def _shortens(self) -> bool:
         """Looks once for lengthscales that hide a gain."""
@@ -244,6 +269,7 @@ class CurvatureLoop(Loop):
     def state(self) -> dict[str, Any]:
         last = None if self._last is None else astuple(self._last)
         own = {
+            "steps": self.steps,
             "has_raised": self._has_raised,
             "has_redrawn": self._has_redrawn,
             "has_shortened": self._has_shortened,
@@ -251,17 +277,19 @@ class CurvatureLoop(Loop):
             "seen": self._seen,
             "last": last,
             "best": self._best,
+            "is_followed": self._follower is None,
         }
         return {**own, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._has_raised = state["has_raised"]
+        if state["is_followed"]:
+            self._follow()
+        self.steps, self._has_raised = state["steps"], state["has_raised"]
         self._has_redrawn, self._has_shortened = state["has_redrawn"], state["has_shortened"]
         self._lefts, self._seen = state["lefts"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]
         self._optimiser.load_state(state)
-        self.steps = self._optimiser.num_steps
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
         coordinates = self._optimiser.coordinates
@@ -298,7 +326,7 @@ class AdamLoop(Loop):
         super().__init__(optimiser.mll, history, max_steps, reason)
         self._optimiser, self.steps, self._length = optimiser, len(history), 0.0
 
-    def shown_method(self) -> str:
+    def methods(self) -> str:
         return "own_optimizer" if isinstance(self.mll, HasOptimizer) else self.method
 
     def advance(self) -> FitStatus | None:

@@ -91,7 +91,8 @@ class FitResult:
         history: one row for the start and for each step; another one after new probes or other lengthscales.
         hyperparameters: in the mll's order; Adam gives no standard errors.
         irrelevant: lengthscales of unneeded inputs, whose value changes nothing.
-        method: "average_information", "quasi_newton", "adam" or "own_optimizer".
+        method: "average_information" (or "average_information, then quasi_newton"), "quasi_newton", "adam" or
+            "own_optimizer".
         reason: for the method.
         is_interrupted: by Ctrl-C; the status is then BUDGET.
     """

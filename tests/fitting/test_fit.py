@@ -160,12 +160,12 @@ def test_exact_fits_along_a_curved_valley_reach_the_optimum(seed: int) -> None:
 
 
 def test_the_optimum_by_measured_curvatures_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpy_iterative.fitting.steps.average_information.REFINED_AFTER", 2)
+    monkeypatch.setattr("gpy_iterative.fitting.loops.FOLLOWED_AFTER", 2)
     mll = regression(80)
     result = quiet(mll)
     assert result.status is FitStatus.CONVERGED
     assert result.steps > 2
-    assert f"{result.steps} steps of average information" in str(result)
+    assert f"{result.steps} steps of average information, then quasi newton" in str(result)
     reached = dense_value(mll)
     assert dense_optimum(mll) - reached < 0.05
 

@@ -11,7 +11,7 @@ from gpy_iterative.errors import held_warnings
 from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
 from gpy_iterative.fitting.steps.curvature import NOISE_SAMPLES, Curvature, average_information, gradient_noise
 from gpy_iterative.fitting.steps.lengthscales import shorter, typical
-from gpy_iterative.fitting.steps.levenberg_marquardt import NEAR, LevenbergMarquardt
+from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point
 from gpy_iterative.fitting.steps.refinement import refined
 from gpy_iterative.fitting.stopping import CLEAR, LEFT, has_converged
@@ -30,8 +30,6 @@ LEAST_GAIN_OF_RESET = 1.0
 LESS_NOISE = 0.5
 #: Nats left, where one noise sample is enough.
 FAR = 100.0
-#: Steps after which every point near the end of an exact fit is refined: along curved valleys steps gain little.
-REFINED_AFTER = 15
 #: Of a block [n, probes]; there are twenty at once.
 MOST_ENTRIES = 2**25
 
@@ -203,12 +201,11 @@ class AverageInformation(LevenbergMarquardt):
 
     def _assessed(self, point: Point) -> Assessment:
         found = super()._assessed(point)
-        is_slow = self.num_steps >= REFINED_AFTER and found.left < NEAR
-        is_exact, is_end = not len(found.samples), has_converged(found.left, found.noise)
-        return self._refined(point, found) if is_exact and (is_end or is_slow) else found
+        is_exact_end = not len(found.samples) and has_converged(found.left, found.noise)
+        return self._refined(point, found) if is_exact_end else found
 
     def _refined(self, point: Point, found: Assessment) -> Assessment:
-        """By the exact curvature where nats are left: average information may hide them, or promise too many."""
+        """By the exact curvature where nats are left, as the average information may hide them."""
         free, undo = ~found.held, self._undo_to_here()
         try:
             with held_warnings():  # of points that no step takes

@@ -57,7 +57,6 @@ class LevenbergMarquardt(ABC):
         self.coordinates = Coordinates(mll)
         self.mll = mll
         self._params = tuple(params)
-        self.num_steps = 0
         self._damping = FIRST_DAMPING
         self._point: Point | None = None
         self._assessment: Assessment | None = None
@@ -152,7 +151,7 @@ class LevenbergMarquardt(ABC):
                     part, moved = gained / predicted, reached.position - point.position
                     self._accept(reached, held, Secant(moved, point.gradient - reached.gradient, part < GOOD_GAIN))
                     self._damp(part, is_first=trial == 1, is_exact=not len(found.samples))
-                    length, self.num_steps = float(moved.abs().max()), self.num_steps + 1
+                    length = float(moved.abs().max())
                     return Step(length, predicted, gained, seen, trial, epochs, time.perf_counter() - start)
             self._damping = max(10 * self._damping, POOR_DAMPING)
             undo()
@@ -183,16 +182,15 @@ class LevenbergMarquardt(ABC):
             is_poor = torch.tensor(self._last.is_poor, device=CPU)
             last = {"move": self._last.move, "change": self._last.change, "is_poor": is_poor}
         damping = torch.tensor(self._damping, dtype=torch.float64, device=CPU)
-        num_steps = torch.tensor(self.num_steps, device=CPU)
         before = {f"mll.{name}": tensor for name, tensor in self.point.before.items()}
-        return {"num_steps": num_steps, "damping": damping, **last, **before}
+        return {"damping": damping, **last, **before}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError, without changes, for another mll."""
         self.mll.load_training_state(
             {name.removeprefix("mll."): tensor for name, tensor in state.items() if name.startswith("mll.")}
         )
-        self.num_steps, self._damping = int(state["num_steps"]), float(state["damping"])
+        self._damping = float(state["damping"])
         self._last = Secant(state["move"], state["change"], bool(state["is_poor"])) if "move" in state else None
         self._point = self._assessment = None
         self._is_inside = True
