@@ -1,4 +1,4 @@
-"""One training step of composite models, ours and GPyTorch's: two outputs, written in four ways, space and time, a grid.
+"""One training step of composite models, ours and GPyTorch's: two outputs in four ways, space and time, a grid, features.
 
 The points of space and time are random, or those of stations on most days.
 """
@@ -32,7 +32,7 @@ from benchmarks.command_line import (
 )
 from benchmarks.runner import Outcome, contender
 
-OUTPUTS, DAYS = 2, 120
+OUTPUTS, DAYS, INDUCING_POINTS = 2, 120, 200
 
 
 class SeveralOutputs(gpytorch.models.ExactGP):
@@ -101,6 +101,25 @@ class Interpolated(_OneOutput):
         super().__init__(x, y, likelihood, kernels.ScaleKernel(grid))
 
 
+class InducingPoints(_OneOutput):
+    """A kernel of few features: of inducing points."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
+        base = kernels.ScaleKernel(kernels.MaternKernel(nu=2.5, ard_num_dims=x.shape[-1]))
+        points = x[: min(INDUCING_POINTS, len(x) // 4)].clone()
+        kernel = kernels.InducingPointKernel(base, inducing_points=points, likelihood=likelihood)
+        super().__init__(x, y, likelihood, kernel)
+
+
+class FourierFeatures(_OneOutput):
+    """A kernel of 200 random Fourier features."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
+        super().__init__(
+            x, y, likelihood, kernels.ScaleKernel(kernels.RFFKernel(num_samples=100, num_dims=x.shape[-1]))
+        )
+
+
 def data(n: int) -> tuple[Tensor, Tensor]:
     """Inputs [n, 3] and targets [n, 2], float32."""
     generator = torch.Generator().manual_seed(0)
@@ -149,6 +168,8 @@ MODELS: dict[str, tuple[type[gpytorch.models.ExactGP], Callable[[], Likelihood],
     "space and time": (SpaceAndTime, GaussianLikelihood, one_output),
     "GridInterpolationKernel": (Interpolated, GaussianLikelihood, plane),
     "stations and days": (SpaceAndTime, GaussianLikelihood, stations_and_days),
+    "InducingPointKernel": (InducingPoints, GaussianLikelihood, one_output),
+    "RFFKernel": (FourierFeatures, GaussianLikelihood, one_output),
 }
 MLLS: dict[str, Callable[..., Any]] = {
     "ours": gpi.mlls.HutchinsonMarginalLogLikelihood,
@@ -188,7 +209,7 @@ def composite(
     only: Annotated[list[str] | None, names_of(NAMES, "Contenders, by name.")] = None,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
-    """Seconds and memory of one training step with two outputs, a kernel of space times one of time, or of a grid."""
+    """Seconds and memory of one training step with two outputs, a product of kernels, a grid, or features."""
     outcomes = run_contenders("composite", only or NAMES, threads=threads, n=n, steps=steps)
     succeeded_or_exit(outcomes)
     show(

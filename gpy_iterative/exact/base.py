@@ -235,7 +235,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     """Base of the marginal log likelihoods with probes."""
 
     _described = ("probes", "warm_start")
-    _is_controlled = True  # whether gradients have a control variate, where one pays
+    _is_for_curvature = False
 
     def __init__(
         self,
@@ -260,10 +260,11 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     def variant(self, *, num_probes: int | None = None, solver: Solver | None = None, redraws: bool = False) -> Self:
         """A copy for steps with a curvature, which tell the gradient's noise and bear it: no control variate.
 
-        It shares model, likelihood and tiles, and with as many probes the run, unless it redraws; else it draws new probes.
+        It takes conjugate gradients where the default is another iterative solver. It shares model, likelihood and tiles,
+        and with as many probes the run, unless it redraws; else it draws new probes.
         """
         other = copy.copy(self)
-        other._is_controlled = False
+        other._is_for_curvature = True
         other.solver = self.solver if solver is None else solver
         if num_probes is not None and num_probes != self.probes.num_probes:
             other.probes, redraws = replace(self.probes, num_probes=num_probes), True
@@ -285,6 +286,9 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         solver = default_solver(operator) if self.solver is None else self.solver
         if isinstance(solver, Cholesky):
             return exact_estimate(operator, system.residual, solver), run
+        if self.solver is None and self._is_for_curvature:
+            # At equal residuals, errors of alternating projections leave more nats.
+            solver = ConjugateGradients()
         run = run.for_system(operator)
         is_open = self.solver is None and isinstance(solver, AlternatingProjections)
         if is_open and "order" in run.parts.get("logdet", ()):
@@ -314,7 +318,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return _Drawn(run, distribution, probes, logdet, for_logdet is not self.logdet_probes)
 
     def _solve(self, system: TrainingSystem, drawn: "_Drawn", solver: Solver) -> tuple[DensityEstimate, Run]:
-        run, has_control = drawn.run, drawn.are_whitened and self._is_controlled
+        run, has_control = drawn.run, drawn.are_whitened and not self._is_for_curvature
         control = ControlVariate.of(drawn.probes, system.operator) if has_control else None
         tolerance, residual_of_one = solver.tolerance, drawn.distribution.residual_of_one
         # Solver errors bias the gradient: keep them below the probes' noise.

@@ -26,6 +26,7 @@ from gpy_iterative.linear_solvers.logdet.lanczos import (
     LogDeterminantQuadrature,
     SharedProducts,
 )
+from gpy_iterative.linear_solvers.low_rank import LowRankFactor, low_rank_parts
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.training.report import Report
@@ -63,17 +64,20 @@ class Estimate(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DensityEstimate(Estimate):
-    """log N(residual; 0, H), whose derivative is `sum_k left_k^T dH right_k`."""
+    """log N(residual; 0, H), whose derivative is `sum_k left_k^T dH right_k` if it is no exact one."""
 
     weights: Tensor  # a = H^-1 residual, [*b, n]
-    left: Tensor  # [*b, n, k]; exact: weights of all entries of dH, [*b, n, n]
-    right: Tensor | None  # [*b, n, k]
-    factor: CholeskyFactor | None = None  # of H; exact only
+    left: Tensor  # [*b, n, k]; exact: derivative by H [*b, n, n], or by R [*b, n, r] for H = R R^T + diag(d)
+    right: Tensor | None  # [*b, n, k]; None if exact
+    by_noise: Tensor | None = None  # derivative by d [*b, n]
+    factor: CholeskyFactor | LowRankFactor | None = None  # of H; exact only
     preconditioner: Preconditioner | None = None
     control: ControlVariate | None = None
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         check_estimated("solve for y - mean", self.weights)
+        if self.by_noise is not None:
+            return self._with_gradient_of_factors(operator, residual)
         result = surrogate(operator, self.value, self.left, self.right, self.weights, residual)
         moving = [tensor for tensor in operator.representation() if tensor.requires_grad]
         if self.control is None or not moving:
@@ -81,6 +85,14 @@ class DensityEstimate(Estimate):
         # Not in the backward pass, which would keep the control variate's factors as long as the loss.
         score = list(zip(moving, self.control.mean_score(operator), strict=True))
         return result + with_derivatives(torch.zeros_like(result), score)
+
+    def _with_gradient_of_factors(self, operator: LinearOperator, residual: Tensor) -> Tensor:
+        parts = low_rank_parts(operator)
+        assert parts is not None
+        assert self.by_noise is not None
+        pairs = zip((*parts, residual), (self.left, self.by_noise, -self.weights), strict=True)
+        moving = [(tensor, derivative) for tensor, derivative in pairs if tensor.requires_grad]
+        return with_derivatives(self.value, moving) if moving else self.value
 
 
 def check_estimated(name: str, tensor: Tensor) -> None:
@@ -93,9 +105,9 @@ def check_estimated(name: str, tensor: Tensor) -> None:
 
 
 def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky) -> DensityEstimate:
-    """Cost: O(n^3); with the backward pass up to 9 n^2 float64 numbers."""
+    """Cost: O(n^3), with the backward pass up to 9 n^2 float64 numbers; for r features O(n r^2), and O(n r)."""
     start = time.perf_counter()
-    matrix = operator.to_dense()
+    matrix = operator.to_dense() if low_rank_parts(operator) is None else operator
     factor = solver.factorize(matrix)
     column = factor.solve(residual.unsqueeze(-1))
     weights = column.squeeze(-1)
@@ -103,14 +115,16 @@ def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky)
     value = -0.5 * ((residual * weights).sum(-1) + factor.logdet() + num_data * math.log(2 * math.pi))
     error = torch.linalg.vector_norm(residual - (matrix @ column).squeeze(-1), dim=-1)
     del matrix  # before the inverse
+    left, by_noise = factor.score(column)
     norms = torch.linalg.vector_norm(residual, dim=-1).clamp_min(torch.finfo(error.dtype).tiny)
     relative = float((error / norms).max())
     return DensityEstimate(
         value=value,
         value_sem=torch.zeros_like(value),
         weights=weights,
-        left=factor.inverse().mul_(-0.5).addcmul_(column, column.mT, value=0.5),
+        left=left,
         right=None,
+        by_noise=by_noise,
         factor=factor,
         status=SolveStatus.CONVERGED if relative <= solver.tolerance else SolveStatus.STAGNATED,
         stats=SolveStats(0, 0.0, 1.0, {"targets": relative}, time.perf_counter() - start),

@@ -20,7 +20,7 @@ from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.linear_solvers.base import Solver
-from gpy_iterative.linear_solvers.cholesky import Cholesky
+from gpy_iterative.linear_solvers.cholesky import warned_cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchia, has_neighbours
@@ -238,8 +238,9 @@ class ExactPrior(ProbeDistribution):
         noisy, _ = _prior(operator, ())
         # K may be numerically singular: half of the noise in the factor replaces jitter.
         half = noisy.noise.detach() / 2
-        factor = Cholesky().factorize(NoisyLinearOperator(noisy.kernel, half))
-        sample = (factor.lower @ draws["base"].double()).to(draws["base"].dtype)
+        matrix, name = NoisyLinearOperator(noisy.kernel, half).to_dense(), "The prior covariance with half of the noise"
+        lower = warned_cholesky(matrix.double(), name, matrix.dtype)
+        sample = (lower @ draws["base"].double()).to(draws["base"].dtype)
         return Probes(sample + half.sqrt().unsqueeze(-1) * draws["noise_base"], None)
 
 

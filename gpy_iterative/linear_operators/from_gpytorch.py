@@ -19,6 +19,7 @@ from linear_operator.operators import (
     DiagLinearOperator,
     InterpolatedLinearOperator,
     KroneckerProductLinearOperator,
+    MatmulLinearOperator,
     MulLinearOperator,
     RootLinearOperator,
     SumLinearOperator,
@@ -199,6 +200,10 @@ def operator_of_kernel(
     if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
         parts = enumerate(kernel.covar_module_list)
         return _sum([operator_of_kernel(part, x1, x2, products, cache.part(str(i))) for i, part in parts])
+    if type(kernel) is kernels.ConstantKernel:
+        left, right = (x.new_ones(*x.shape[:-1], 1) for x in (x1, x1 if x2 is None else x2))
+        ones = RootLinearOperator(left) if x2 is None else MatmulLinearOperator(left, right.mT)
+        return _times(ones, kernel.constant.squeeze(-1))
     product = _product_with_tasks(kernel, x1, x2, products, cache)
     if product is not None:
         return product

@@ -1,4 +1,4 @@
-"""Dense Cholesky factors of systems and blocks."""
+"""Cholesky factors of systems and blocks."""
 
 import math
 import time
@@ -16,6 +16,7 @@ from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError, float
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.columns import LinearSystem
+from gpy_iterative.linear_solvers.low_rank import LowRankFactor, low_rank_parts
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus
 from gpy_iterative.worker_threads import run
 
@@ -33,6 +34,10 @@ class CholeskyFactor:
     lower: Tensor  # L [*b, n, n]
     dtype: torch.dtype  # of results
     curvature: float = math.inf  # smallest eigenvalue of a block that needed jitter
+
+    def dim(self) -> int:
+        """The number of dimensions of H."""
+        return self.lower.dim()
 
     def solve(self, rhs: Tensor) -> Tensor:
         """H^-1 rhs for [*b, n, s]."""
@@ -55,6 +60,10 @@ class CholeskyFactor:
         result = torch.empty_like(lower)
         run([partial(_fill_inverse, result, lower, columns) for columns in blocks(lower.shape[-1], COLUMNS)])
         return result
+
+    def score(self, weights: Tensor) -> tuple[Tensor, None]:
+        """Derivative of log N(y; 0, H) by H [*b, n, n], for weights H^-1 y [*b, n, 1]."""
+        return self.inverse().mul_(-0.5).addcmul_(weights, weights.mT, value=0.5), None
 
     def extended(self, rows: Tensor) -> "CholeskyFactor | None":
         """The factor with new rows [*b, m, n + m]; None if it needs jitter. Cost: n^2 m multiply-adds."""
@@ -92,7 +101,7 @@ def positive_factor(matrix: Tensor) -> CholeskyFactor:
 
 @dataclass(frozen=True)
 class Cholesky(Solver):
-    """Dense solver in float64: 8 n^2 bytes, n^3 / 6 multiply-adds.
+    """Exact solver in float64: 8 n^2 bytes, n^3 / 6 multiply-adds; for a kernel with r < n / 2 features 8 n r and n r^2.
 
     `solve` ignores preconditioner, initial guess, generator and callback. The status is STAGNATED if rounding or jitter
     leaves a residual above the tolerance (.01 for groups without).
@@ -101,13 +110,16 @@ class Cholesky(Solver):
     tolerance: ClassVar[float] = 0.01
 
     @torch.no_grad()
-    def factorize(self, operator: LinearOperator | Tensor) -> CholeskyFactor:
-        """The factor of H [*b, n, n].
+    def factorize(self, operator: LinearOperator | Tensor) -> CholeskyFactor | LowRankFactor:
+        """The factor of H [*b, n, n]; for a kernel with few features by these.
 
         Raises:
             NonFiniteError: an entry is not finite.
             NotPositiveDefiniteError: a relative jitter of 1e-4 does not help; less gives a warning.
         """
+        parts = low_rank_parts(operator)
+        if parts is not None:
+            return LowRankFactor(*parts)
         dense = to_dense(operator)
         return CholeskyFactor(warned_cholesky(dense.double(), "The kernel matrix with noise", dense.dtype), dense.dtype)
 

@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import gpytorch
 import pytest
 import torch
+from linear_operator import LinearOperator
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
@@ -207,10 +209,19 @@ def test_the_solver_of_large_multitask_models_is_conjugate_gradients(monkeypatch
     """Their targets [n, T] have as many entries as H has rows."""
     case = CASES["multitask"]()  # 25 rows, two tasks
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
-    monkeypatch.setattr("gpy_iterative.fitting.steps.average_information.EXACT_BELOW", 40)
-    assert isinstance(AverageInformation(mll).mll.solver, gpi.solvers.ConjugateGradients)
-    monkeypatch.setattr("gpy_iterative.fitting.steps.average_information.EXACT_BELOW", 50)
-    assert AverageInformation(mll).mll.solver is None
+    sizes = []
+
+    class Recorded(gpi.solvers.ConjugateGradients):
+        def solve(self, operator: LinearOperator, *args: Any, **kwargs: Any) -> gpi.solvers.Solution:
+            sizes.append(operator.shape[-1])
+            return super().solve(operator, *args, **kwargs)
+
+    monkeypatch.setattr("gpy_iterative.exact.base.ConjugateGradients", Recorded)
+    monkeypatch.setattr("gpy_iterative.linear_solvers.default.EXACT_BELOW", 50)
+    assert len(AverageInformation(mll).assess().samples) == 0
+    monkeypatch.setattr("gpy_iterative.linear_solvers.default.EXACT_BELOW", 40)
+    assert len(AverageInformation(mll).assess().samples) > 0
+    assert sizes == [50]
 
 
 @pytest.mark.parametrize(("factor", "is_near", "is_poor"), [(0.3, True, False), (1.8, False, True)])

@@ -92,17 +92,18 @@ def scatter_rows(columns: Tensor, observed: Tensor | None) -> Tensor:
     return result
 
 
-def as_columns(rhs: Tensor, operator: LinearOperator | Tensor) -> Tensor:
-    """[*f, *k, m, s] to [*k, m, s * F], for one product with [*k, m, m]."""
-    extra = rhs.dim() - operator.dim()
+def as_columns(rhs: Tensor, dims: int) -> Tensor:
+    """[*f, *k, m, s] to [*k, m, s * F] of so many dimensions, for one product with [*k, m, m]."""
+    extra = rhs.dim() - dims
     if extra <= 0:
         return rhs
     return rhs.flatten(0, extra - 1).movedim(0, -1).flatten(-2)
 
 
 def from_columns(columns: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `as_columns`."""
+    """The inverse of `as_columns`, with any number of rows."""
     extra = like.dim() - columns.dim()
     if extra <= 0:
         return columns
-    return columns.unflatten(-1, (like.shape[-1], like.shape[:extra].numel())).movedim(-1, 0).reshape(like.shape)
+    by_member = columns.unflatten(-1, (like.shape[-1], like.shape[:extra].numel())).movedim(-1, 0)
+    return by_member.unflatten(0, like.shape[:extra])

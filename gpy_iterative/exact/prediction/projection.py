@@ -33,6 +33,7 @@ from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
 from gpy_iterative.linear_solvers.base import product_rounding
 from gpy_iterative.linear_solvers.cholesky import ADVICE, CholeskyFactor
+from gpy_iterative.linear_solvers.low_rank import LowRankFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
 #: With a far field neighbours matter most, and blocks [n, rank] are limited.
@@ -96,9 +97,9 @@ class Projection(ABC):
 
 @dataclass(frozen=True)
 class ExactProjection(Projection):
-    """All data: A = L^-T, from H = L L^T."""
+    """All data: A A^T = H^-1."""
 
-    factor: CholeskyFactor  # L [*b, m, m]
+    factor: CholeskyFactor | LowRankFactor
     observed: Tensor | None = None  # [n]
     local: ClassVar[None] = None
     dtype: ClassVar[torch.dtype] = torch.float64
@@ -106,7 +107,7 @@ class ExactProjection(Projection):
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
         rows = blocks.dense(test_train)
         columns = (rows if self.observed is None else rows[..., self.observed]).mT
-        return blocks.from_columns(self.factor.whiten(blocks.as_columns(columns, self.factor.lower)), columns).mT
+        return blocks.from_columns(self.factor.whiten(blocks.as_columns(columns, self.factor.dim())), columns).mT
 
     def numbers_per_point(self, test_train: LinearOperator) -> int:
         return 4 * test_train.shape[-1]

@@ -19,6 +19,7 @@ from gpy_iterative.linear_solvers.base import IterativeSolver, Solver, product_r
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
+from gpy_iterative.linear_solvers.low_rank import LowRankFactor
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus, warn_of
 from gpy_iterative.random_numbers import normal
 from gpy_iterative.spectral.densities import Draws
@@ -126,7 +127,7 @@ class TrainingSolves:
         self._recipe, self._seed, self._progress = recipe, seed, progress
         self._is_exact, self.is_checked = is_exact or isinstance(self.solver, Cholesky), False
         self._lock = OwnLock()
-        self._cholesky: CholeskyFactor | None = None
+        self._cholesky: CholeskyFactor | LowRankFactor | None = None
         self._projection: Projection | None = None
         self.features = RandomFeatures(num_probes=1, num_frequencies=num_frequencies, corrected=False, widened=True)
         self._has_solved_draws = False
@@ -150,7 +151,7 @@ class TrainingSolves:
         factor, projection = known._cholesky, known._projection
         if known.system.prior.event_shape[0] < CENTRE_ROWS and self.system.prior.loc.dtype != torch.float64:
             return  # new data move the centre of the inputs, and K(x, X) rounds the known ones otherwise
-        if self._is_exact and factor is not None:
+        if self._is_exact and isinstance(factor, CholeskyFactor):
             self._cholesky = factor.extended(new_rows(operator, size))
         elif not self._is_exact and isinstance(projection, GalerkinProjection) and projection.local is not None:
             rank = projection.basis.shape[-1] + operator.shape[-1] - size
@@ -224,14 +225,14 @@ class TrainingSolves:
     ) -> tuple[Tensor, SolveStatus, SolveStats]:
         """H^-1 columns [*b, m, s]; `guess` is corrected after the first `num_known` rows."""
         operator, start = self.system.operator, time.perf_counter()
-        rhs = as_columns(columns, operator)
+        rhs = as_columns(columns, operator.dim())
         if isinstance(self.solver, Cholesky):
             value = self.cholesky().solve(rhs)
             stats = SolveStats(0, 0.0, 0.0, {}, time.perf_counter() - start)
             return from_columns(value, columns), SolveStatus.CONVERGED, stats
         epochs = 0.0
         if guess is not None:
-            guess = as_columns(guess, operator)
+            guess = as_columns(guess, operator.dim())
             if num_known is not None:
                 guess, epochs = locally_corrected(operator, rhs, guess, num_known)
         solver = prediction_solver(self.solver, operator, rhs) if self._is_default else self.solver
@@ -262,7 +263,7 @@ class TrainingSolves:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def cholesky(self) -> CholeskyFactor:
+    def cholesky(self) -> CholeskyFactor | LowRankFactor:
         with self._lock:
             if self._cholesky is None:
                 solver = self.solver if isinstance(self.solver, Cholesky) else Cholesky()

@@ -92,11 +92,11 @@ def solved_variance(
     columns, basis = test_train.mT, projection.basis
     if system.observed is not None:
         columns, basis = columns[..., system.observed, :], basis[..., system.observed, :]
-    like, columns = columns, as_columns(columns, system.operator)
+    like, columns = columns, as_columns(columns, system.operator.dim())
     coefficients = basis.mT @ columns.to(basis.dtype)
     rest = columns - projection.local.product @ coefficients
     known = coefficients.square().sum(-2)
-    prior = as_columns(prior_variance.unsqueeze(-2), columns).squeeze(-2)
+    prior = as_columns(prior_variance.unsqueeze(-2), columns.dim()).squeeze(-2)
     norms = torch.linalg.vector_norm(rest, dim=-2).clamp_min(torch.finfo(rest.dtype).tiny)
     allowed = _resolved_residuals(system.operator, prior, known) / norms
     rest = rest.masked_fill((allowed >= 1).unsqueeze(-2), 0.0)

@@ -15,9 +15,6 @@ from gpy_iterative.fitting.steps.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.steps.points import Assessment, Point
 from gpy_iterative.fitting.steps.refinement import refined
 from gpy_iterative.fitting.stopping import CLEAR, LEFT, has_converged
-from gpy_iterative.linear_solvers.base import Solver
-from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.default import EXACT_BELOW
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.run import make_generator
@@ -74,7 +71,7 @@ class AverageInformation(LevenbergMarquardt):
                 "Average information needs HutchinsonMarginalLogLikelihood or PathwiseMarginalLogLikelihood, got "
                 f"{type(mll).__name__}: take gpi.fit(mll, method='adam')."
             )
-        super().__init__(mll.variant(solver=_solver(mll)), params)
+        super().__init__(mll.variant(), params)
         self._given = mll
         self._generator = make_generator(0 if generator is None else generator)
         # The last ones:
@@ -237,12 +234,3 @@ class AverageInformation(LevenbergMarquardt):
     def _noise(self, point: Point, left: float) -> Tensor | None:
         assert point.evaluation is not None
         return gradient_noise(point.evaluation, self.coordinates, 1 if left > FAR else NOISE_SAMPLES)
-
-
-def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
-    """The mll's own solver, else conjugate gradients; None for exact sizes.
-
-    At equal residuals, alternating projections leave more error in the nats left to gain.
-    """
-    size = num_training_data(mll.model)
-    return mll.solver if mll.solver is not None or size <= EXACT_BELOW else ConjugateGradients()
