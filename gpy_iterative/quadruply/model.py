@@ -11,7 +11,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 from torch.distributions import Distribution
 
-from gpy_iterative.checks import check_autocast, check_count, check_finite, check_flag, check_same_kind
+from gpy_iterative.checks import check_autocast, check_count, check_finite, check_same_kind
 from gpy_iterative.linear_operators.predicted import DenseOnRequestLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
@@ -31,9 +31,8 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
     Args:
         basis: phi; begin with `NystromBasis`.
         mean_module: prior mean; None is zero.
-        num_dense_columns: k. The covariance of w is C C^T; C has k dense columns, then diagonal ones.
-        shared_diagonal: sampled features share one diagonal entry of C; their variance is then exact. None is True if
-            possible.
+        num_dense_columns: k. The covariance of w is C C^T; C has k dense columns, then diagonal ones. Sampled features of
+            a basis with a `group_prior_variance` share one diagonal entry; their variance is then exact.
 
     Train with `QuadruplyStochasticOptimizer`. Memory: m (1 + k) numbers; the optimiser takes as many.
 
@@ -55,19 +54,11 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         mean_module: gpytorch.means.Mean | None = None,
         *,
         num_dense_columns: int = 0,
-        shared_diagonal: bool | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(basis, FeatureBasis):
             raise TypeError(f"basis must be a FeatureBasis such as RandomFourierBasis, got {type(basis).__name__}.")
         beyond = _dense_columns_beyond_head(basis, num_dense_columns)
-        shared_diagonal = basis.knows_group_variance if shared_diagonal is None else shared_diagonal
-        check_flag("shared_diagonal", shared_diagonal)
-        if shared_diagonal and not basis.knows_group_variance:
-            raise ValueError(
-                f"shared_diagonal=True needs a basis with a group_prior_variance, and {type(basis).__name__} has none. "
-                "Use shared_diagonal=None."
-            )
         self.basis = basis
         self.mean_module = gpytorch.means.ZeroMean() if mean_module is None else mean_module
         self.num_leading_groups = beyond // basis.group_size
@@ -76,7 +67,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             head,
             basis.num_features - head,
             num_dense_columns,
-            shared_diagonal=shared_diagonal,
+            shared_diagonal=basis.knows_group_variance,
             like=basis.like,
         )
 

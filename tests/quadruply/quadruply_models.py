@@ -79,12 +79,20 @@ def gaussian_likelihood(noise: float) -> gpytorch.likelihoods.GaussianLikelihood
     return likelihood
 
 
-def fourier_problem(n: int = 60, m: int = 40, **options) -> tuple[QuadruplyStochasticGP, Tensor, Tensor]:
+class OwnVariancesBasis(gpi.models.RandomFourierBasis):
+    """Without a known variance of its groups, so that every feature has a diagonal entry of its own."""
+
+    group_prior_variance = FeatureBasis.group_prior_variance
+
+
+def fourier_problem(
+    n: int = 60, m: int = 40, *, shared_diagonal: bool = True, **options
+) -> tuple[QuadruplyStochasticGP, Tensor, Tensor]:
     """An RFF model in float64 with inputs [n, 2] and targets [n]."""
     x = quasi_normal(n, 2, root=2.0)
     y = torch.sin(1.5 * x[:, 0]) + 0.3 * quasi_normal(n, root=11.0)
     kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=2)).double()
     kernel.base_kernel.lengthscale = 0.9
     kernel.outputscale = 1.3
-    basis = gpi.models.RandomFourierBasis(kernel, m, seed=1)
+    basis = (gpi.models.RandomFourierBasis if shared_diagonal else OwnVariancesBasis)(kernel, m, seed=1)
     return QuadruplyStochasticGP(basis, **options), x, y

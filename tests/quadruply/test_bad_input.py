@@ -54,7 +54,6 @@ def test_parts_of_another_type() -> None:
     for call, message in (
         (lambda: make(sparse_gradients=3), "sparse_gradients must be True or False, got 3"),
         (lambda: QuadruplyStochasticGP(model.basis, num_dense_columns=-1), "at least 0, got -1"),
-        (lambda: QuadruplyStochasticGP(model.basis, shared_diagonal=1), "shared_diagonal must be True or False, got 1"),
         (lambda: RandomFourierBasis(kernels.RBFKernel(), 4, store_frequencies=3), "store_frequencies must be True"),
         (
             lambda: RelevanceVectorBasis(kernels.RBFKernel(), torch.rand(3, 2), sparse_gradients=3),

@@ -418,8 +418,8 @@ def test_dense_gradients_are_clipped_by_their_norm() -> None:
 
 
 def test_too_many_features_for_free_hyperparameters_are_told() -> None:
-    for frozen, shared, expected in ((False, True, True), (False, False, True), (True, True, False)):
-        model, x, y = fourier_problem(m=800, shared_diagonal=shared)
+    for frozen in (False, True):
+        model, x, y = fourier_problem(m=800)
         likelihood = gaussian_likelihood(NOISE)
         if frozen:
             model.basis.requires_grad_(False)
@@ -428,7 +428,7 @@ def test_too_many_features_for_free_hyperparameters_are_told() -> None:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             mll(model(x), y)
-        assert any(issubclass(w.category, ApproximationWarning) for w in found) == expected
+        assert any(issubclass(w.category, ApproximationWarning) for w in found) != frozen
 
 
 @pytest.mark.parametrize("constant", [1.0, 1e4])
@@ -753,7 +753,7 @@ def test_a_look_without_gradients_changes_nothing_of_the_training(name: str) -> 
     found, values = [], []
     for looks in (False, True):
         options = dict(LOOKED_AT[name])
-        shared = options.pop("shared_diagonal", None)
+        shared = options.pop("shared_diagonal", True)
         model, x, y = fourier_problem(n=150, m=200, shared_diagonal=shared)
         model.basis.requires_grad_(options.pop("free", False))
         likelihood = options.pop("likelihood", gaussian_likelihood(NOISE).requires_grad_(False))

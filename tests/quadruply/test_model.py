@@ -433,8 +433,6 @@ def test_what_the_model_refuses() -> None:
     nystrom = NystromBasis(kernel_2d(), x[:3], 8)
     with pytest.raises(ValueError, match="the head of the NystromBasis"):
         QuadruplyStochasticGP(nystrom, num_dense_columns=nystrom.num_head_features + 2)
-    with pytest.raises(ValueError, match="shared_diagonal"):
-        QuadruplyStochasticGP(RelevanceVectorBasis(kernel_2d(), x), shared_diagonal=True)
     with pytest.raises(TypeError, match="FeatureBasis"):
         QuadruplyStochasticGP(kernel_2d())
     model = QuadruplyStochasticGP(basis)
