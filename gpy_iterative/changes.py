@@ -6,7 +6,6 @@ Versions do not count writes through `.data`, such as GPyTorch's `initialize`: c
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -23,22 +22,15 @@ class SeenVersions:
     """Tensors recognised by identity and version; inference tensors, which have no version, by identity and value."""
 
     references: tuple[weakref.ref[Tensor], ...] = ()
-    versions: tuple[int, ...] = ()  # of tensors that have one
-    values: tuple[Tensor, ...] = ()  # copies of the others
+    seen: tuple[int | Tensor, ...] = ()  # version, or copy
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "SeenVersions":
-        versions = tuple(tensor._version for tensor in filterfalse(Tensor.is_inference, tensors))
-        values = tuple(tensor.clone() for tensor in filter(Tensor.is_inference, tensors))
-        return cls(tuple(map(weakref.ref, tensors)), versions, values)
+        seen = tuple(tensor.clone() if tensor.is_inference() else tensor._version for tensor in tensors)
+        return cls(tuple(map(weakref.ref, tensors)), seen)
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        return (
-            len(tensors) == len(self.references)
-            and all(reference() is tensor for reference, tensor in zip(self.references, tensors, strict=True))
-            and self.versions == tuple(tensor._version for tensor in filterfalse(Tensor.is_inference, tensors))
-            and all(map(same_tensor, self.values, filter(Tensor.is_inference, tensors)))
-        )
+        return len(tensors) == len(self.seen) and all(map(_is_as_seen, self.references, self.seen, tensors))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SeenVersions, ()  # versions do not follow copies and pickles
@@ -93,6 +85,12 @@ def same_value(left: Any, right: Any, tensors: Callable[[Tensor, Tensor], bool] 
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same_value(part, right[key], tensors) for key, part in left.items())
     return left is right or (isinstance(left, Hashable) and bool(left == right or (left != left and right != right)))
+
+
+def _is_as_seen(reference: weakref.ref[Tensor], seen: int | Tensor, tensor: Tensor) -> bool:
+    if reference() is not tensor:
+        return False
+    return same_tensor(seen, tensor) if isinstance(seen, Tensor) else seen == tensor._version
 
 
 def _counting_writes(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:

@@ -136,15 +136,12 @@ class _Work(Generic[Result]):
                     number, task = taken
                     self.results[number] = task()
             finally:  # after an error others are skipped
-                self.end()
+                with self._lock:
+                    self._left = iter(())
 
     def _taken(self) -> tuple[int, Callable[[], Result]] | None:
         with self._lock:
             return next(self._left, None)
-
-    def end(self) -> None:
-        with self._lock:
-            self._left = iter(())
 
 
 def run(tasks: Sequence[Callable[[], Result]], device: torch.device = CPU) -> list[Result]:

@@ -96,17 +96,13 @@ class RandomFourierFeatures:
         device = terms[0].inputs.device
         columns, scales, start = [], [], 0
         for summand in summands(terms):
-            size = summand.num_features(self.num_frequencies)
-            scale = 1.0
-            own = torch.arange(start, start + size, device=device)
+            own = torch.arange(start, start + summand.num_features(self.num_frequencies), device=device)
+            start, scale = start + len(own), 1.0
             if summand.exact is None:  # sines, then cosines, for each column of the tasks' root
-                length = summand.columns_per_feature
-                halves = own.split(self.num_frequencies * length)
-                own = torch.cat([half[: num_frequencies * length] for half in halves])
+                own = own.view(2, -1)[:, : num_frequencies * summand.columns_per_feature].flatten()
                 scale = (self.num_frequencies / num_frequencies) ** 0.5
             columns.append(own)
-            scales.append(torch.full((len(own),), scale, dtype=torch.float64, device=device))
-            start += size
+            scales.append(torch.full_like(own, scale, dtype=torch.float64))
         return torch.cat(columns), torch.cat(scales)
 
     def apply(self, terms: Sequence[KernelTerm], draws: Draws, weights: Tensor) -> Tensor:
