@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import combinations_with_replacement
 from typing import Any, cast
 
@@ -201,15 +201,7 @@ def _additive(kernel: kernels.AdditiveKernel) -> FeatureMap:
 @register_feature_map(kernels.ProductKernel)
 def _product(kernel: kernels.ProductKernel) -> FeatureMap:
     parts = [(child, feature_map(child)) for child in kernel.kernels]
-
-    def features(x: Tensor) -> WeightSpaceFeatures:
-        (child, first), *rest = parts
-        result = first(active_inputs(child, x))
-        for child, factor in rest:
-            result = _times(result, factor(active_inputs(child, x)))
-        return result
-
-    return features
+    return lambda x: reduce(_times, (features(active_inputs(child, x)) for child, features in parts))
 
 
 def concatenated(parts: list[WeightSpaceFeatures]) -> WeightSpaceFeatures:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from math import prod
+from typing import Any
 
 import torch
 from gpytorch import kernels
@@ -15,6 +15,8 @@ from gpy_iterative.linear_operators.radial_inputs import active_inputs, value_dt
 from gpy_iterative.spectral.densities import Draws, SpectralDensity, spectral_density
 from gpy_iterative.spectral.finite import feature_map
 
+_SUMS = (kernels.AdditiveKernel, kernels.AdditiveStructureKernel, kernels.LCMKernel)
+_PRODUCTS = (kernels.ProductKernel, kernels.ProductStructureKernel)
 _EXACT = (kernels.ConstantKernel, kernels.LinearKernel, kernels.PolynomialKernel, kernels.RFFKernel)
 
 
@@ -123,15 +125,12 @@ def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | N
     # parts, which ignores active dimensions.
     if type(kernel) is kernels.ScaleKernel:
         return _expand(f"{name}.base", kernel.base_kernel, inputs, _product(scale, kernel.outputscale))
-    if type(kernel) in (kernels.AdditiveKernel, kernels.LCMKernel, kernels.ProductKernel):
-        is_lcm, is_product = type(kernel) is kernels.LCMKernel, type(kernel) is kernels.ProductKernel
-        children = list(kernel.covar_module_list if is_lcm else kernel.kernels)
-        points = [inputs if is_lcm else active_inputs(child, inputs) for child in children]
-        own_scale = None if is_product else scale
-        parts = [_expand(f"{name}.{i}", *part, own_scale) for i, part in enumerate(zip(children, points, strict=True))]
-        return _multiplied_out(scale, parts) if is_product else list(chain.from_iterable(parts))
-    if type(kernel) in (kernels.AdditiveStructureKernel, kernels.ProductStructureKernel):
-        return _expand_dimensions(name, kernel, inputs, scale)
+    if type(kernel) in _SUMS:
+        parts = enumerate(_parts(kernel, inputs))
+        return [summand for i, part in parts for summand in _expand(f"{name}.{i}", *part, scale)]
+    if type(kernel) in _PRODUCTS:
+        factors = [_expand(f"{name}.{i}", *part, None) for i, part in enumerate(_parts(kernel, inputs))]
+        return _multiplied_out(scale, factors)
     if type(kernel) is kernels.MultitaskKernel:
         covariance = kernel.task_covar_module  # B B^T + diag(v)
         tasks = torch.cat([covariance.covar_factor, torch.diag_embed(covariance.var.sqrt())], dim=-1)
@@ -144,15 +143,16 @@ def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | N
     return [Summand(_product(scale, density.variance(kernel)), [Factor(name, kernel, inputs, density)])]
 
 
-def _expand_dimensions(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | None) -> list[Summand]:
+def _parts(kernel: Any, inputs: Tensor) -> list[tuple[kernels.Kernel, Tensor]]:
+    """Kernels of a sum or product, and their inputs."""
+    if type(kernel) is kernels.LCMKernel:
+        return [(child, inputs) for child in kernel.covar_module_list]
+    if type(kernel) in (kernels.AdditiveKernel, kernels.ProductKernel):
+        return [(child, active_inputs(child, inputs)) for child in kernel.kernels]
     base = kernel.base_kernel
     if base.batch_shape:
         raise _missing(kernel, "with a kernel of its own for each dimension")
-    points = active_inputs(base, inputs)
-    dimensions = [(f"{name}.{index}", points[..., index : index + 1]) for index in range(points.shape[-1])]
-    if type(kernel) is kernels.AdditiveStructureKernel:
-        return [part for place, point in dimensions for part in _expand(place, base, point, scale)]
-    return _multiplied_out(scale, [_expand(place, base, point, None) for place, point in dimensions])
+    return [(base, column) for column in active_inputs(base, inputs).split(1, dim=-1)]
 
 
 def _multiplied_out(scale: Tensor | None, factors: Sequence[Sequence[Summand]]) -> list[Summand]:
