@@ -1,6 +1,6 @@
 """Optimisers of quadruply stochastic models."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -178,16 +178,14 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         check_fraction("hyper_learning_rate", hyper_learning_rate, ends=True)
         check_count("num_data", num_data)
         optimizers: list[torch.optim.Optimizer] = []
-        sampled = [*_other_weights(model.weights, has_own_head), *model.basis.sampled_parameters()]
         if has_own_head:
             optimizers.append(HeadNaturalGradient(model.weights, num_data=num_data))
-        if sampled:
+        if sampled := _without((*model.weights.parameters(), *model.basis.sampled_parameters()), optimizers):
             optimizers.append(torch.optim.Adagrad(sampled, lr=learning_rate))
         if type(likelihood) is GaussianLikelihood and likelihood.noise_covar.raw_noise.requires_grad:
             optimizers.append(NoiseNaturalGradient(likelihood))
-        taken = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         own = () if likelihood is None else likelihood.parameters()
-        hyper = [p for p in (*model.hyperparameters(), *own) if p.requires_grad and id(p) not in taken]
+        hyper = [p for p in _without((*model.hyperparameters(), *own), optimizers) if p.requires_grad]
         if hyper and hyper_learning_rate:
             optimizers.append(torch.optim.Adam(hyper, lr=hyper_learning_rate))
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
@@ -263,9 +261,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         return {"optimisers and shapes": shapes, "num_data": self.num_data}
 
 
-def _other_weights(weights: FeatureWeights, has_own_head: bool) -> Iterator[Tensor]:
-    own = () if has_own_head else (weights.head_mean, weights.head_log_diagonal)
-    tail = (weights.tail_mean, weights.tail_columns, weights.tail_log_diagonal)
-    for parameter in (*own, weights.head_columns, *tail):
-        if parameter.numel():
-            yield parameter
+def _without(parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """Parameters that have entries and no optimiser."""
+    taken = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in parameters if p.numel() and id(p) not in taken]
