@@ -41,15 +41,10 @@ class RandomFourierFeatures:
     def draw(self, terms: Sequence[KernelTerm], generator: torch.Generator) -> Draws:
         """Float64 draws, independent of hyperparameters. Raises SpectralDensityMissingError."""
         device = terms[0].inputs.device
-
-        # One float32 chi-square in 2^24 would be zero: an infinite frequency.
-        def normal(*shape: int) -> Tensor:
-            return random_numbers.normal(shape, generator, device)
-
-        def uniform(*shape: int) -> Tensor:
-            # Quantiles of 0 and 1 are 0 and infinity.
-            return random_numbers.uniform(shape, generator, device).clamp(1e-12, 1 - 1e-12)
-
+        # Float64: one float32 chi-square in 2^24 would be zero, an infinite frequency.
+        normal = lambda *shape: random_numbers.normal(shape, generator, device)
+        # Quantiles of 0 and 1 are 0 and infinity.
+        uniform = lambda *shape: random_numbers.uniform(shape, generator, device).clamp(1e-12, 1 - 1e-12)
         # Summands of a product of sums share factors.
         parts = summands(terms)
         factors = {factor.name: factor for summand in parts for factor in summand.factors}
