@@ -138,12 +138,9 @@ class KnownPoints:
         if has_moved and not self._asks_to_keep:
             # Shuffled data would need a draw in every call.
             return _without_kept_rows(run).having(order={"is_shuffled": torch.tensor(True, device=CPU)})
-        if kept is None or has_moved or self._are_due(call, kept):
+        if kept is None or has_moved or self._are_due(call, kept) or not self._has_hyperparameters_of(run):
             return self._with_new_rows(call, run)
-        run = self.followed(run)
-        if not self._has_hyperparameters_of(run):
-            return self._with_new_rows(call, run)
-        return run.having(kept={"index": kept["index"], "count": kept["count"] + 1})
+        return self.followed(run).having(kept={"index": kept["index"], "count": kept["count"] + 1})
 
     def uses_control_points(self, before: Run) -> bool:
         """For a step without kept rows."""
