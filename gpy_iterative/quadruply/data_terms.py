@@ -170,7 +170,7 @@ def begin(model: QuadruplyStochasticGP, rows: Rows, num_data: int, parameters: I
     """Sets the diagonal of C, and warns of targets and a basis that do not suit the model."""
     basis, head = model.basis, model.head_features(rows.x)
     noise = LOGISTIC_NOISE if rows.noise is None else float(rows.noise.mean())
-    variance = model.tail_prior_variance(rows.x, head) if basis.knows_group_variance else None
+    variance = model.tail_prior_variance(rows.x, head) if model.weights.shared_diagonal else None
     mean_variance = None if variance is None else float(variance.mean())
     _initialize_weights(model, rows.x, head, num_data / noise, mean_variance)
     if isinstance(basis, NystromBasis) and not model.num_tail_groups:

@@ -67,7 +67,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             head,
             basis.num_features - head,
             num_dense_columns,
-            shared_diagonal=basis.knows_group_variance,
+            shared_diagonal=type(basis).group_prior_variance is not FeatureBasis.group_prior_variance,
             like=basis.like,
         )
 

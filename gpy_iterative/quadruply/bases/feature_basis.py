@@ -60,11 +60,6 @@ class FeatureBasis(gpytorch.Module, ABC):
         """Gives dtype and device."""
         return next(tensor for tensor in (*self.parameters(), *self.buffers()) if tensor.is_floating_point())
 
-    @property
-    def knows_group_variance(self) -> bool:
-        """Whether `group_prior_variance` is known."""
-        return type(self).group_prior_variance is not FeatureBasis.group_prior_variance
-
     def sampled_parameters(self) -> list[torch.nn.Parameter]:
         """Hyperparameters with a row per feature; a step moves few rows."""
         return []
