@@ -161,7 +161,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         result = self._add_other_terms(result, params).div_(num_data)
         value = result.detach().to(function_dist.loc.dtype, copy=True)
         check_estimated("value", value)
-        likelihood_params = LikelihoodParams(params, self.model, kwargs) if params or kwargs else None
+        likelihood_params = LikelihoodParams.given(params, self.model, kwargs)
         self._warn_once(estimate)
         self.report = MarginalLogLikelihoodReport(
             status=estimate.status,
@@ -203,6 +203,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
                 DataWarning,
             )
         solutions = self._run.parts.get("warm_start")
+        params, kwargs = ((), {}) if self._params is None else self._params.current(self.model)
         self._cache.clear()  # the posterior keeps tiles of its own
         posterior = PathwisePosterior(
             self.model,
@@ -211,8 +212,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             products=self.products,
             # Predictions do not change the training.
             generator=torch.Generator().manual_seed((self._run.generator().initial_seed() + 1) % 2**64),
-            params=() if self._params is None else self._params.current(self.model),
-            kwargs=None if self._params is None else self._params.current_kwargs(self.model),
+            params=params,
+            kwargs=kwargs,
             initial_weights=None if solutions is None else solutions["latest"][..., 0],
             rank=rank,
             num_neighbours=num_neighbours,

@@ -199,7 +199,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         """The exact value of `forward`; two passes, n m^2."""
         problem, target = self._train_problem()
         value = exact_log_marginal_likelihood(problem).to(target)
-        params = () if self._params is None else self._params.current(self.model)
+        params = () if self._params is None else self._params.current(self.model)[0]
         return self._add_other_terms(value, params).div(problem.num_data)
 
     @torch.inference_mode(False)
@@ -216,12 +216,12 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
     def posterior(self) -> WeightSpacePosterior:
         """The exact posterior; one pass, n m^2. Puts model and likelihood into evaluation mode."""
-        params = self._known_params()
+        params, kwargs = self._known_params().current(self.model)
         posterior = WeightSpacePosterior(
             self.model,
             self.likelihood,
-            params=params.current(self.model),
-            kwargs=params.current_kwargs(self.model),
+            params=params,
+            kwargs=kwargs,
             seed=(self._run.generator().initial_seed() + 1) % 2**63,
             progress=self.progress,
         )
@@ -315,9 +315,8 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         check_hyperparameters(self.model.named_parameters())
         prior = prior_at(self.model, inputs)
         check_fit(self.model, prior, self.model.train_targets)
-        known, target = self._known_params(), self.model.train_targets
-        params, kwargs = known.current(self.model), known.current_kwargs(self.model)
-        return self._problem(prior, target, params, kwargs), target
+        target = self.model.train_targets
+        return self._problem(prior, target, *self._known_params().current(self.model)), target
 
     def _known_params(self) -> LikelihoodParams:
         return LikelihoodParams((), self.model) if self._params is None else self._params

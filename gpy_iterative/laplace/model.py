@@ -160,7 +160,7 @@ class IterativeLaplaceGP(GP):
                 products=products or self.products,
                 seed=self.seed,
                 initial_weights=initial_weights,
-                params=() if arguments is None else arguments.current(self),
+                params=() if arguments is None else arguments.current(self)[0],
                 progress=progress,
                 num_refinements=self.num_refinements,
             )

@@ -215,7 +215,7 @@ class LaplacePosterior:
         check_inputs(self.model)
         snapshot = ModelSnapshot.of(self.model, self.likelihood)
         inputs, targets = list(snapshot.model.train_inputs), snapshot.model.train_targets
-        params = () if self._params is None else self._params.current(snapshot.model)
+        params = () if self._params is None else self._params.current(snapshot.model)[0]
         observed, targets, params = observed_data(targets, params)
         if observed is not None:
             inputs = [x[observed] for x in inputs]

@@ -47,17 +47,19 @@ class LikelihoodParams:
         check_params(params)
         return cls(params, model, kwargs) if params or kwargs else None
 
-    def current(self, model: ExactGP) -> tuple[Any, ...]:
-        """For the current training inputs. Raises ValueError if these changed and another tensor is an argument."""
-        return self._followed(self._params, model)
+    def current(self, model: ExactGP) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`params` and `kwargs` for the current training inputs.
 
-    def current_kwargs(self, model: ExactGP) -> dict[str, Any]:
-        """See `current`."""
-        return self._followed(self._kwargs, model)
+        Raises ValueError if these changed and another tensor is an argument.
+        """
+        now = unexpanded(model.train_inputs or ())
+        is_known = any(len(now) == len(form) and all(map(_same_inputs, now, form)) for form in self._forms)
+        return _map_leaves(partial(_current_leaf, now, is_known), (self._params, self._kwargs))
 
     def moved_to(self, model: ExactGP) -> "LikelihoodParams":
         """For another model; see `current`."""
-        return LikelihoodParams(self.current(model), model, kwargs=self.current_kwargs(model))
+        params, kwargs = self.current(model)
+        return LikelihoodParams(params, model, kwargs)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         move = lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf
@@ -99,11 +101,6 @@ class LikelihoodParams:
                 if _same_inputs(leaf, known):
                     return _TrainingInput(index)
         return leaf.detach().clone()
-
-    def _followed(self, value: Any, model: ExactGP) -> Any:
-        now = unexpanded(model.train_inputs or ())
-        is_known = any(len(now) == len(form) and all(map(_same_inputs, now, form)) for form in self._forms)
-        return _map_leaves(partial(_current_leaf, now, is_known), value)
 
 
 def _current_leaf(now: list[Tensor], is_known: bool, leaf: Any) -> Any:

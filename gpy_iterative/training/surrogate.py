@@ -7,7 +7,7 @@ The gradient of the log marginal likelihood is that of
 with constant a = H^-1 (y - mean), w_j = H^-1 xi_j, z_j = S^-1 xi_j.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,66 +22,39 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import matrix_derivative
 from gpy_iterative.worker_threads import divided
 
-_HELD_FIXED = (
-    "The gradient of an iterative marginal log likelihood cannot be differentiated again: it is an estimate whose solves "
-    "are held fixed. Call backward() without create_graph=True."
-)
+PullBack = Callable[..., Sequence[Tensor | None]]
 
 
-class _BilinearSurrogate(torch.autograd.Function):
-    """`value` with the gradient of sum_k left_k^T H right_k, or of sum_ij left_ij H_ij without `right`."""
+class _GivenGradient(torch.autograd.Function):
+    """A value whose gradient by some tensors is a function of the incoming gradient and of saved tensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tree: Any, value: Tensor, left: Tensor, right: Tensor | None, *representation: Tensor
-    ) -> Tensor:
-        ctx.tree = tree
+    def forward(ctx: Any, value: Tensor, pull_back: PullBack, saved: Sequence[Tensor | None], *_: Tensor) -> Tensor:
+        ctx.pull_back = pull_back
         # Saved through autograd, so that in-place changes before backward raise an error.
-        ctx.save_for_backward(left, right, *representation)
+        ctx.save_for_backward(*saved)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(_HELD_FIXED)
-        check_autocast()
-        (gradient,) = gradients
-        left, right, *representation = ctx.saved_tensors
-        operator = ctx.tree(*representation)
-        scale = gradient[..., None, None]
-        if right is None:
-            derivatives = matrix_derivative(operator, scale * left)
-        else:
-            with divided():
-                derivatives = operator._bilinear_derivative(scale * left, right)
-        return (None, None, None, None, *derivatives)
-
-
-class _GivenDerivatives(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, derivatives: Sequence[Tensor], *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*derivatives)
-        ctx.shapes = [tensor.shape for tensor in tensors]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(_HELD_FIXED)
-        (gradient,) = gradients
-
-        def scaled(derivative: Tensor, shape: torch.Size) -> Tensor:
-            factor = gradient.reshape((*gradient.shape, *[1] * (derivative.dim() - gradient.dim())))
-            return (factor * derivative).sum_to_size(shape)
-
-        parts = zip(ctx.needs_input_grad[2:], ctx.saved_tensors, ctx.shapes, strict=True)
-        return (None, None, *(scaled(derivative, shape) if needed else None for needed, derivative, shape in parts))
+            raise RuntimeError(
+                "The gradient of an iterative marginal log likelihood cannot be differentiated again: it is an estimate "
+                "whose solves are held fixed. Call backward() without create_graph=True."
+            )
+        return (None, None, None, *ctx.pull_back(*gradients, *ctx.saved_tensors))
 
 
 def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """A value [*b] with gradient: pairs of a tensor [*b, ...] or [...] and the derivative by it [*b, ...]."""
     tensors, derivatives = zip(*pairs, strict=True)
-    return _GivenDerivatives.apply(value, derivatives, *tensors)
+    return _GivenGradient.apply(value, partial(_scaled, [tensor.shape for tensor in tensors]), derivatives, *tensors)
+
+
+def _scaled(shapes: Sequence[torch.Size], gradient: Tensor, *derivatives: Tensor) -> list[Tensor]:
+    factors = (gradient.reshape((*gradient.shape, *[1] * (part.dim() - gradient.dim()))) for part in derivatives)
+    parts = zip(factors, derivatives, shapes, strict=True)
+    return [(factor * derivative).sum_to_size(shape) for factor, derivative, shape in parts]
 
 
 def surrogate(
@@ -97,10 +70,24 @@ def surrogate(
         weights: a = H^-1 (y - mean) [*b, n].
         residual: y - mean [*b, n], with graph.
     """
-    result = _BilinearSurrogate.apply(operator.representation_tree(), value, left, right, *operator.representation())
+    tensors = operator.representation()
+    pull_back = partial(_bilinear, operator.representation_tree())
+    result = _GivenGradient.apply(value, pull_back, (left, right, *tensors), *tensors)
     if residual.requires_grad:
         result = result + with_derivatives(torch.zeros_like(value), [(residual, -weights)])
     return result
+
+
+def _bilinear(
+    tree: Any, gradient: Tensor, left: Tensor, right: Tensor | None, *tensors: Tensor
+) -> Sequence[Tensor | None]:
+    """Of sum_k left_k^T H right_k, or of sum_ij left_ij H_ij without `right`."""
+    check_autocast()
+    operator, left = tree(*tensors), gradient[..., None, None] * left
+    if right is None:
+        return matrix_derivative(operator, left)
+    with divided():
+        return operator._bilinear_derivative(left, right)
 
 
 def with_checked_gradient(value: Tensor, module: torch.nn.Module) -> Tensor:

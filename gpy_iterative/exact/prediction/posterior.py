@@ -298,7 +298,7 @@ class PathwisePosterior:
     ) -> tuple[ModelSnapshot, TrainingSolves]:
         snapshot = ModelSnapshot.of(self._model, self.likelihood)
         model, likelihood = snapshot.model, snapshot.likelihood
-        params, kwargs = self._params.current(model), self._params.current_kwargs(model)
+        params, kwargs = self._params.current(model)
         system = rounded_as_all_data(training_system(model, likelihood, params, self._products, kwargs), self._products)
         # Factors of a batch count together.
         is_small = system.operator.shape.numel() <= self._exact_below**2

@@ -114,7 +114,7 @@ class WeightSpacePosterior:
         snapshot = ModelSnapshot.of(model, likelihood)
         model, likelihood = snapshot.model, snapshot.likelihood
         prior = prior_at(model, list(model.train_inputs))
-        params, kwargs = self._params.current(model), self._params.current_kwargs(model)
+        params, kwargs = self._params.current(model)
         problem = WeightSpaceProblem(likelihood, prior, model.train_targets, params, kwargs, progress=self._progress)
         weights = WeightDistribution.from_precision(*exact_statistics(problem))
         snapshot.hand_back(self.model, self.likelihood)
