@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
+from gpy_iterative.linear_solvers.solution import SolveStatus
 
 #: Larger tensors are shown by range and mean.
 MAX_LISTED = 6
@@ -111,9 +111,3 @@ class SolveReport(Report):
     overhead: float
     residual: float
     seconds: float
-
-    @classmethod
-    def of(cls, status: SolveStatus, stats: SolveStats) -> "SolveReport":
-        """The report of a solve."""
-        residual = max(stats.residual_norms.values(), default=0.0)
-        return cls(status, stats.iterations, stats.epochs, stats.overhead, residual, stats.seconds)

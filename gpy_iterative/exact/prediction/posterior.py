@@ -285,8 +285,9 @@ class PathwisePosterior:
     @property
     def report(self) -> SolveReport:
         """The report of the current solve for the mean."""
-        solves = self.solves
-        return SolveReport.of(solves.status, solves.stats)
+        status, stats = self.solves.status, self.solves.stats
+        residual = max(stats.residual_norms.values(), default=0.0)
+        return SolveReport(status, stats.iterations, stats.epochs, stats.overhead, residual, stats.seconds)
 
     @torch.inference_mode(False)  # later calls may need gradients
     @torch.no_grad()

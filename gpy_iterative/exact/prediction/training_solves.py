@@ -15,7 +15,7 @@ from gpy_iterative.exact.prediction.variance_error import VarianceError, lower_v
 from gpy_iterative.exact.probes import RandomFeatures, frequency_draws
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial_inputs import CENTRE_ROWS
-from gpy_iterative.linear_solvers.base import IterativeSolver, Solver, product_rounding
+from gpy_iterative.linear_solvers.base import Solver, product_rounding
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
@@ -78,7 +78,7 @@ def prediction_solver(solver: Solver, operator: LinearOperator, columns: Tensor)
 
     It goes on until its residual stops falling: rounding errors of a residual hardly change means.
     """
-    if not isinstance(solver, IterativeSolver) or not isinstance(operator, NoisyLinearOperator):
+    if not isinstance(operator, NoisyLinearOperator):
         return solver
     size = operator.shape[-1]
     part = min(NOISE_PART, NOISE_NORM / size**0.5) if isinstance(solver, ConjugateGradients) else NOISE_PART
@@ -105,7 +105,8 @@ class TrainingSolves:
             of the old ones.
 
     Attributes:
-        weights: H^-1 (y - mean) [*b, n], zero for unobserved data.
+        start: H^-1 (y - mean) [*b, m].
+        weights: the same [*b, n], zero for unobserved data.
     """
 
     def __init__(
@@ -140,10 +141,10 @@ class TrainingSolves:
                 self._carry_over(known)
             guess = padded(known.start.unsqueeze(-1), system.residual.shape).squeeze(-1).to(system.residual)
             num_known = known.system.operator.shape[-1]
-        self._solution, self.status, self.stats = self._solve(
+        solution, self.status, self.stats = self._solve(
             system.residual.unsqueeze(-1), None if guess is None else guess.unsqueeze(-1), num_known
         )
-        self.weights = scatter_rows(self._solution, system.observed).squeeze(-1)
+        self.start, self.weights = solution.squeeze(-1), scatter_rows(solution, system.observed).squeeze(-1)
 
     @torch.no_grad()
     def _carry_over(self, known: "TrainingSolves") -> None:
@@ -158,10 +159,6 @@ class TrainingSolves:
             if rank <= MAX_GROWTH * self._recipe.sizes_for(operator)[0]:
                 self._projection = projection.extended(operator, new_rows(operator, size), observed)
                 self.is_checked = known.is_checked
-
-    @property
-    def start(self) -> Tensor:
-        return self._solution.squeeze(-1)
 
     @torch.inference_mode(False)  # later calls may need gradients
     @torch.no_grad()
