@@ -179,7 +179,7 @@ class ProjectionRecipe:
 
     def sizes_for(self, operator: LinearOperator) -> tuple[int, int]:
         rank, (least, most) = RANK, FAR_FIELD_RANKS
-        if _has_far_field(operator):
+        if far_field_error(operator) is not None:
             rank = min(max(FAR_FIELD_ENTRIES // operator.shape[-1], least), most)
         return self.rank or rank, self.num_neighbours or NUM_NEIGHBOURS
 
@@ -207,8 +207,8 @@ class ProjectionRecipe:
             num_neighbours = 0
         local = None
         if basis.shape[-1] < size:
-            count, are_nearest = min(num_neighbours, size), num_neighbours > 0 and _has_far_field(operator)
-            local = LocalPart.of(operator, product, count, observed, are_nearest=are_nearest)
+            are_nearest = num_neighbours > 0 and far_field_error(operator) is not None
+            local = LocalPart.of(operator, product, min(num_neighbours, size), observed, are_nearest=are_nearest)
         return GalerkinProjection(blocks.scatter_rows(basis, observed), local)
 
 
@@ -255,10 +255,6 @@ def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:
     for rows in columns.split(CHUNK, dim=-2):
         rows.copy_(torch.linalg.solve_triangular(lower, rows.mT.double(), upper=False).mT)
     return columns
-
-
-def _has_far_field(operator: LinearOperator) -> bool:
-    return far_field_error(operator) is not None
 
 
 def _rounding(operator: LinearOperator) -> Tensor:

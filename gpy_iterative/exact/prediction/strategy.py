@@ -1,4 +1,3 @@
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import gpytorch
@@ -60,7 +59,8 @@ class PathwisePredictionStrategy:
         solves, blocks = self._posterior.solves, [to_linear_operator(b) for b in (test_test_covar, test_train_covar)]
         # Outside of `torch.no_grad`, a graph of hyperparameters would hold several matrices K(x, X).
         tensors = [test_mean, *(tensor for block in blocks for tensor in block.representation())]
-        if not _depend_on_others(tensors, self._posterior.model.parameters()):
+        own = {id(parameter) for parameter in self._posterior.model.parameters()}
+        if all(id(leaf) in own for tensor in tensors for leaf in leaves_of(tensor)):
             test_mean, blocks = test_mean.detach(), [block.detach() for block in blocks]
         # Only the mean or the targets may have a batch.
         batch = torch.broadcast_shapes(solves.system.batch_shape, test_mean.shape[:-1], test_test_covar.shape[:-2])
@@ -88,9 +88,3 @@ class PathwisePredictionStrategy:
         """Of a posterior that is copied, too; of a model alone None, as in GPyTorch."""
         posterior = memo.get(id(self._posterior))
         return None if posterior is None else PathwisePredictionStrategy(posterior)
-
-
-def _depend_on_others(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> bool:
-    """Whether gradients of the tensors flow to other leaves than these parameters."""
-    known = {id(parameter) for parameter in parameters}
-    return any(id(leaf) not in known for tensor in tensors for leaf in leaves_of(tensor))
