@@ -21,7 +21,6 @@ class ActionBasis:
         capacity = min(capacity, size)
         empty = lambda *shape: torch.empty(*shape, dtype=torch.float64, device=like.device)
         self._actions, self._images = empty(capacity, size), empty(capacity, size)
-        self._gram = empty(capacity, capacity)
         self.count = 0
 
     @property
@@ -32,17 +31,9 @@ class ActionBasis:
     def images(self) -> Tensor:
         return self._images[: self.count].mT
 
-    @property
-    def gram(self) -> Tensor:
-        """S^T K S [B, B]."""
-        return self._gram[: self.count, : self.count]
-
     def orthonormalised(self, action: Tensor, curvature: Curvature, beside: Sequence[Tensor] = ()) -> Tensor | None:
         """An action [N] orthonormalised against basis and `beside`, or None."""
-        size = torch.linalg.vector_norm(action)
-        if not size > 0:
-            return None
-        rest, left = action / size, 1.0
+        rest, left = action / torch.linalg.vector_norm(action), 1.0
         for _ in range(2):
             rest = rest - self.actions @ (self.actions.mT @ rest)
             for other in beside:
@@ -51,7 +42,7 @@ class ActionBasis:
             rest = curvature.project(rest.unsqueeze(-1)).squeeze(-1)
             norm = float(torch.linalg.vector_norm(rest))
             left *= norm
-            if left < DEPENDENT:
+            if not left >= DEPENDENT:  # also true for NaN, from an action of zero
                 return None
             rest = rest / norm
             if norm > ORTHOGONAL_ENOUGH:
@@ -59,17 +50,12 @@ class ActionBasis:
         return rest
 
     def append(self, action: Tensor, image: Tensor) -> None:
-        row = self.images.mT @ action
         self._actions[self.count], self._images[self.count] = action, image
-        self._gram[self.count, : self.count], self._gram[: self.count, self.count] = row, row
-        self._gram[self.count, self.count] = action @ image
         self.count += 1
 
     def replace(self, actions: Tensor, images: Tensor) -> None:
         self.count = actions.shape[-1]
         self._actions[: self.count], self._images[: self.count] = actions.mT, images.mT
-        gram = actions.mT @ images
-        self._gram[: self.count, : self.count] = (gram + gram.mT) / 2
 
 
 class GalerkinSystem:
@@ -126,8 +112,7 @@ class GalerkinSystem:
 
 def _transform(basis: ActionBasis, curvature: Curvature) -> Tensor:
     actions = basis.actions
-    matrix = basis.gram + actions.mT @ curvature.pinv(actions)
-    return inverse_root(matrix, torch.finfo(matrix.dtype).eps)
+    return inverse_root(actions.mT @ (basis.images + curvature.pinv(actions)), torch.finfo(actions.dtype).eps)
 
 
 def inverse_root(matrix: Tensor, eps: float) -> Tensor:
