@@ -44,8 +44,8 @@ MAX_STEPS = 200
 MEMORY = 5
 #: Most latent values at a time in an average over q: they fit a CPU's cache.
 SAMPLED_LATENTS = 2**16
-#: Share of the promised rise that a step must reach; shortest step.
-ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
+#: Share of the promised rise that a step must reach; halvings of a step.
+ARMIJO, MAX_HALVINGS = 1e-4, 20
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class BoundProblem:
         matrix.diagonal().add_(1)
         return matrix
 
-    def at(self, coefficients: Tensor, residual: Tensor, sites: Tensor, precision: Tensor) -> "Gaussian | None":
+    def at(self, coefficients: Tensor, residual: Tensor, sites: Tensor) -> "Gaussian | None":
         """The Gaussian at b + Q^-1 residual; None if Q is indefinite or the bound not finite."""
-        factor, info = torch.linalg.cholesky_ex(precision)
+        factor, info = torch.linalg.cholesky_ex(self.precision(sites))
         if info.any():
             return None
         coefficients = coefficients + torch.cholesky_solve(residual.unsqueeze(-1), factor).squeeze(-1)
@@ -83,7 +83,7 @@ class BoundProblem:
             return None
         rounding = 10 * torch.finfo(torch.float64).eps * size
         moments = means, blocks, gradient, curvature
-        return Gaussian(coefficients, sites, precision, factor, *moments, bound, rounding)
+        return Gaussian(coefficients, sites, factor, *moments, bound, rounding)
 
 
 class NaturalStep(NamedTuple):
@@ -99,7 +99,6 @@ class NaturalStep(NamedTuple):
 class Gaussian:
     coefficients: Tensor  # b, [r]
     sites: Tensor  # [n, C, C]
-    precision: Tensor  # Q, [r, r]
     factor: Tensor  # of Q, [r, r]
     means: Tensor  # mu_n, [n, C]
     blocks: Tensor  # V_n, [n, C, C]
@@ -178,7 +177,7 @@ def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussi
     sites = solution.curvature.blocks()
     sites = sites + torch.eye(sites.shape[-1], dtype=sites.dtype, device=sites.device)
     coefficients = problem.features.mT @ solution.value.flatten()
-    current = problem.at(coefficients, torch.zeros_like(coefficients), sites, problem.precision(sites))
+    current = problem.at(coefficients, torch.zeros_like(coefficients), sites)
     if current is None:
         raise NonFiniteError(
             f"The lower bound of {problem.likelihood.name} is not finite at the mode: check data and outputscale, or use "
@@ -190,7 +189,7 @@ def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussi
         step = NaturalStep(current.coefficients, residual, current.sites, current.curvature)
         history = [*history[-MEMORY:], step]
         lengths = _lengths(history, current)
-        found = _mixed(problem, current, history, lengths) or _ascended(problem, current, step)
+        found = _ascended(problem, current, history, lengths)
         if found is None:
             return current, SolveStatus.STAGNATED
         current, promise = found
@@ -206,42 +205,29 @@ def _lengths(steps: Sequence[NaturalStep], q: Gaussian) -> Tensor:
     return torch.cat([torch.linalg.solve_triangular(q.factor, residuals, upper=False), changes])
 
 
-def _mixed(
+def _ascended(
     problem: BoundProblem, current: Gaussian, steps: Sequence[NaturalStep], lengths: Tensor
 ) -> tuple[Gaussian, float] | None:
-    """Anderson acceleration (Walker and Ni 2011): full steps, as the first, overshoot under a wide prior."""
-    changes = lengths[:, :-1] - lengths[:, -1:]
-    older = -torch.linalg.pinv(changes.mT @ changes, hermitian=True) @ (changes.mT @ lengths[:, -1])
-    weights = [*older.tolist(), 1 - float(older.sum())]
-    mixture = NaturalStep(*(sum(map(mul, weights, parts)) for parts in zip(*steps, strict=True)))
-    trial = problem.at(mixture.coefficients, mixture.residual, mixture.wanted, problem.precision(mixture.wanted))
-    return _accepted(current, trial, steps[-1])
-
-
-def _ascended(problem: BoundProblem, current: Gaussian, step: NaturalStep) -> tuple[Gaussian, float] | None:
-    precision, length = problem.precision(step.wanted), 1.0
-    while length > SHORTEST_STEP:
-        trial = problem.at(
-            step.coefficients,
-            length * step.residual,
-            torch.lerp(step.sites, step.wanted, length),
-            torch.lerp(current.precision, precision, length),
-        )
-        found = _accepted(current, trial, step)
-        if found is not None:
-            return found[0], found[1] / length
-        length /= 2
+    """A Gaussian whose bound rises enough, and the rise that a full step promises."""
+    step = steps[-1]
+    shorter = [(step, 0.5**halvings) for halvings in range(MAX_HALVINGS)]
+    for tried, length in [(_mixture(steps, lengths), 1.0), *shorter]:
+        trial = problem.at(tried.coefficients, length * tried.residual, torch.lerp(tried.sites, tried.wanted, length))
+        if trial is None:
+            continue
+        moved = (step.residual * (trial.coefficients - current.coefficients)).sum()
+        promise = abs(float(moved + ((step.sites - step.wanted) * (trial.blocks - current.blocks)).sum() / 2))
+        if trial.bound >= current.bound + ARMIJO * promise - max(trial.rounding, current.rounding):
+            return trial, promise / length
     return None
 
 
-def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> tuple[Gaussian, float] | None:
-    """The trial and its promised rise, if the bound rises enough."""
-    if trial is None:
-        return None
-    moved = (step.residual * (trial.coefficients - current.coefficients)).sum()
-    promise = abs(float(moved + ((step.sites - step.wanted) * (trial.blocks - current.blocks)).sum() / 2))
-    is_better = trial.bound >= current.bound + ARMIJO * promise - max(trial.rounding, current.rounding)
-    return (trial, promise) if is_better else None
+def _mixture(steps: Sequence[NaturalStep], lengths: Tensor) -> NaturalStep:
+    """Anderson acceleration (Walker and Ni 2011): full steps overshoot under a wide prior."""
+    changes = lengths[:, :-1] - lengths[:, -1:]
+    older = -torch.linalg.pinv(changes.mT @ changes, hermitian=True) @ (changes.mT @ lengths[:, -1])
+    weights = [*older.tolist(), 1 - float(older.sum())]
+    return NaturalStep(*(sum(map(mul, weights, parts)) for parts in zip(*steps, strict=True)))
 
 
 def _expectation(

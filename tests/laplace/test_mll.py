@@ -402,7 +402,7 @@ def test_there_is_no_adjoint_where_no_mode_is() -> None:
 def test_a_search_that_finds_no_higher_bound_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = case("logit", n=30)
     problem.model.covar_module.outputscale = 1e3
-    monkeypatch.setattr("gpy_iterative.laplace.elbo.SHORTEST_STEP", 1.0)  # full steps overshoot
+    monkeypatch.setattr("gpy_iterative.laplace.elbo.MAX_HALVINGS", 0)  # full steps overshoot
     mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo")
     with pytest.warns(ConvergenceWarning, match="largest lower bound ended with status stagnated"):
         mll(problem.model(problem.x), problem.y)
