@@ -16,7 +16,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.prediction.blocks import product
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, covariance_blocks, graph_for, prior_at_both
-from gpy_iterative.linear_operators.latent import latent_operator, latent_prior, num_latents
+from gpy_iterative.linear_operators.latent import latent_operator, num_latents
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.random_numbers import normal
@@ -93,15 +93,6 @@ def latent_blocks(
         for block in covariance_blocks(covariance, points, once)
     )
     return mean, test_train, test_test
-
-
-def latent_covariance(model: GP, points: Sequence[Tensor], products: KernelProducts) -> Tensor:
-    """Dense K(x, x) [*b, t C, t C], member by member: `forward` may not accept batches."""
-    once = replace(products, cache_memory=0)
-    batch = points[0].shape[:-2]
-    members = zip(*(x.flatten(0, -3) for x in points), strict=True)
-    dense = [latent_prior(prior_at(model, list(member)), once).operator.to_dense() for member in members]
-    return torch.stack(dense).reshape(*batch, *dense[0].shape)
 
 
 def _latent_terms(distribution: MultivariateNormal) -> tuple[list[KernelTerm], bool]:

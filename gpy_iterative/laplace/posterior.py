@@ -23,12 +23,8 @@ from gpy_iterative.laplace.mode import LaplaceFit, ModeReport, check_targets_fit
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.newton import chosen_solver
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem
-from gpy_iterative.laplace.paths import (
-    LaplaceSamplePaths,
-    PriorFunctions,
-    latent_blocks,
-    latent_covariance,
-)
+from gpy_iterative.laplace.paths import LaplaceSamplePaths, PriorFunctions, latent_blocks
+from gpy_iterative.linear_operators.extensions import principal_blocks
 from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, point_blocks
 from gpy_iterative.linear_operators.predicted import CovarianceSumLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -131,7 +127,9 @@ class LaplacePosterior:
             mean, root, prior = self._conditioned(fit, fit.columns(), [x.flatten(0, -2) for x in points])
             mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, root.shape[-1])
             if batch:
-                prior = to_linear_operator(latent_covariance(fit.snapshot.model_copy(), points, self._products))
+                rows = torch.arange(prior.shape[-1], device=prior.device).view(batch.numel(), count * latents)
+                blocks = principal_blocks(prior, rows)
+                prior = to_linear_operator(blocks.view(*batch, *blocks.shape[1:]))
             mean, root = mean.to(prior.dtype), root.to(prior.dtype)
             covariance = CovarianceSumLinearOperator(prior.clone(), -1 * RootLinearOperator(root))
             if fit.is_single:
@@ -183,6 +181,8 @@ class LaplacePosterior:
             update = fit.solution.value.view(-1, 1) - curvature.root(self._solve(fit, whitened).value.double())
         return LaplaceSamplePaths(fit.snapshot, functions, fit.inputs, update.to(fit.prior.mean.dtype), self._products)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _current(self, initial_weights: Tensor | None = None) -> LaplaceFit:
         check_count("num_refinements", self.num_refinements, least=0)
         with self._lock:
@@ -194,8 +194,6 @@ class LaplacePosterior:
             self._fit = self._refined(self._found(initial_weights) if fit is None else fit)
             return self._fit
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _refined(self, fit: LaplaceFit) -> LaplaceFit:
         solver = self._mode_solver(fit.prior)
         for number in range(len(fit.stats), self.num_refinements + 1):
@@ -208,8 +206,6 @@ class LaplacePosterior:
                 warn(f"Refinement {number}: {solver.advice(solution, fit.prior.operator.dtype)}", ConvergenceWarning)
         return fit
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _found(self, initial_weights: Tensor | None) -> LaplaceFit:
         check_has_data(self.model)
         check_inputs(self.model)
