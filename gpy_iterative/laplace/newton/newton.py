@@ -111,7 +111,6 @@ class _SubspaceSteps(StepSolver):
         capacity = max(options.max_rank, known) + options.max_inner + self._num_further
         self.basis = ActionBasis(problem.prior.size, capacity, problem.mean)
         self._factor: LatentFactor | None = None
-        self._preconditioner: NewtonPreconditioner | None = None
         if problem.initial_solution is not None:
             actions, images = problem.initial_solution.inverse.actions, problem.initial_solution.inverse.images
             rounding = (actions.mT @ actions).fill_diagonal_(0).abs().amax() if actions.numel() else 0.0
@@ -160,14 +159,18 @@ class _SubspaceSteps(StepSolver):
         curvature, rhs = system.curvature, self._rhs(iterate, system.curvature)
         target = FORCING * _whitened_norm(curvature, iterate.error)  # residual of v
         v, image = (part.squeeze(-1) for part in self._galerkin(system, rhs.unsqueeze(-1)))
+        preconditioner: NewtonPreconditioner | None = None
         for inner in range(limit):
             # W r without W^+, which cancels.
             weighted = _apply(curvature.matmul, iterate.f - self._problem.mean - image)
             weighted = weighted + _apply(curvature.project, iterate.gradient - v)
             if _whitened_norm(curvature, weighted) <= target:
                 break
-            is_first = inner == 0 and self._options.preconditioner is None
-            action = iterate.error if is_first else self._action(weighted, curvature)
+            if self._options.preconditioner is None:
+                action = weighted if inner else iterate.error
+            else:
+                preconditioner = preconditioner or NewtonPreconditioner(self._latent_factor(curvature), curvature)
+                action = preconditioner.solve(weighted)
             change = self._act(system, action.unsqueeze(-1), rhs.unsqueeze(-1))
             if change is None:
                 break
@@ -201,16 +204,11 @@ class _SubspaceSteps(StepSolver):
             v, image = v + change[0], image + change[1]
         return taken
 
-    def _action(self, weighted: Tensor, curvature: Curvature) -> Tensor:
-        recipe = self._options.preconditioner
-        if recipe is None:
-            return weighted
+    def _latent_factor(self, curvature: Curvature) -> LatentFactor:
         if self._factor is None:
-            self._factor = latent_factor(recipe, self._problem.prior, curvature, self._generator)
+            self._factor = latent_factor(self._options.preconditioner, self._problem.prior, curvature, self._generator)
             self.overhead += self._factor.build_epochs
-        if self._preconditioner is None or self._preconditioner.curvature is not curvature:
-            self._preconditioner = NewtonPreconditioner(self._factor, curvature)
-        return self._preconditioner.solve(weighted)
+        return self._factor
 
     def _act(self, system: GalerkinSystem, actions: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor] | None:
         """Adds actions [N, b]; changes of v and K v [N, c], or None."""
