@@ -72,7 +72,7 @@ def average_information(
         # At equal residuals, errors of other solvers have more energy: the matrix may be too small by half.
         solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else ConjugateGradients()
         combine, back = _orthonormal(columns.joined, estimate.preconditioner)
-        combined = lambda vectors: (vectors.double() @ combine).to(columns.joined)
+        combined = lambda vectors: (vectors.to(combine) @ combine).to(columns.joined)
         rhs = combined(columns.joined)
         is_fitting = initial_guess is not None and initial_guess.shape == rhs.shape
         solution = solver.solve(
