@@ -16,7 +16,7 @@ from gpy_iterative.fitting.result import HistoryRow
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 
 #: Raise it when older files become unreadable.
-FORMAT = 11
+FORMAT = 12
 #: Buffers that training does not change.
 _FIXED = ("active_dims", "lower_bound", "upper_bound")
 

@@ -279,7 +279,7 @@ class CurvatureLoop(Loop):
             "best": self._best,
             "is_followed": self._follower is None,
         }
-        return {**own, **self._optimiser.state()}
+        return {**own, "optimiser": self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if state["is_followed"]:
@@ -289,7 +289,7 @@ class CurvatureLoop(Loop):
         self._lefts, self._seen = state["lefts"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]
-        self._optimiser.load_state(state)
+        self._optimiser.load_state(state["optimiser"])
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
         coordinates = self._optimiser.coordinates

@@ -1,6 +1,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.run import make_generator
 from gpy_iterative.training.training_system import num_training_data
-from gpy_iterative.worker_threads import CPU
 
 #: Nats; few data see little of any lengthscale.
 LEAST_GAIN_OF_RESET = 1.0
@@ -78,21 +77,12 @@ class AverageInformation(LevenbergMarquardt):
         self._known: Curvature | None = None
         self._samples: Tensor | None = None
 
-    def assess(self) -> Assessment:
-        is_new = self._assessment is None
-        found = super().assess()
-        if is_new:
-            self._given.continue_from(self.mll)
-            self._known, self._samples = found.curvature, found.samples
-        return found
-
     def estimate(self) -> Assessment | None:
         """By the curvature and the noise of the point before: without their solve and derivative, half a step."""
         known, point = self._known, self.point
         if known is None or known.solutions is None:
             return None
         self._given.continue_from(self.mll)
-        known = replace(known, correction=torch.zeros_like(known.correction), epochs=0.0)
         return self._assessed_by(known, point, self._samples)
 
     def raise_probes(self, factor: int = 4) -> bool:
@@ -142,34 +132,28 @@ class AverageInformation(LevenbergMarquardt):
                 undo()
         return is_accepted
 
-    def state(self) -> dict[str, Tensor]:
-        known = {}
-        if self._known is not None:
-            known = {"curvature": self._known.matrix, "linear": self._known.linear, "samples": self._samples}
-            if self._known.solutions is not None:
-                known["guess"] = self._known.solutions.clone()
+    def state(self) -> dict[str, Any]:
         return {
             **super().state(),
-            "num_probes": torch.tensor(self.mll.probes.num_probes, device=CPU),
-            "given_probes": torch.tensor(self._given.probes.num_probes, device=CPU),
+            "num_probes": self.mll.probes.num_probes,
+            "given_probes": self._given.probes.num_probes,
             "generator": self._generator.get_state(),
-            **known,
+            "known": None if self._known is None else astuple(self._known),
+            "samples": self._samples,
         }
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        saved, given = int(state["given_probes"]), self._given.probes.num_probes
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        saved, given = state["given_probes"], self._given.probes.num_probes
         if saved != given:
             raise ValueError(f"num_probes is {saved} in it and {given} here.")
-        known, self.mll = self.mll, self.mll.variant(num_probes=int(state["num_probes"]))
+        before, self.mll = self.mll, self.mll.variant(num_probes=state["num_probes"])
         try:
             super().load_state(state)
         except BaseException:
-            self.mll = known
+            self.mll = before
             raise
-        self._known, self._samples = None, state.get("samples")
-        if "curvature" in state:
-            nothing = torch.zeros_like(state["curvature"][0])
-            self._known = Curvature(state["curvature"], nothing, state["linear"], state.get("guess"), 0.0)
+        self._known = None if state["known"] is None else Curvature(*state["known"])
+        self._samples = state["samples"]
         self._generator.set_state(state["generator"])
 
     def _evaluated(self) -> Point:
@@ -198,8 +182,13 @@ class AverageInformation(LevenbergMarquardt):
 
     def _assessed(self, point: Point) -> Assessment:
         found = super()._assessed(point)
-        is_exact_end = not len(found.samples) and has_converged(found.left, found.noise)
-        return self._refined(point, found) if is_exact_end else found
+        if not len(found.samples) and has_converged(found.left, found.noise):
+            found = self._refined(point, found)
+        self._given.continue_from(self.mll)
+        no_correction = torch.zeros_like(found.curvature.correction)
+        self._known = replace(found.curvature, correction=no_correction, epochs=0.0)
+        self._samples = found.samples
+        return found
 
     def _refined(self, point: Point, found: Assessment) -> Assessment:
         """By the exact curvature where nats are left, as the average information may hide them."""

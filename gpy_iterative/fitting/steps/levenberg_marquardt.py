@@ -8,7 +8,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,6 @@ from gpy_iterative.fitting.steps.curvature import Curvature
 from gpy_iterative.fitting.steps.points import Assessment, Point, Secant, Step
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.training_system import to_training_mode
-from gpy_iterative.worker_threads import CPU
 
 logger = logging.getLogger(__name__)
 
@@ -175,23 +174,16 @@ class LevenbergMarquardt(ABC):
         self.coordinates.write(position)
         self._point = self._assessment = self._last = None
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Any]:
         """State for an exact resume, without parameters."""
-        last = {}
-        if self._last is not None:
-            is_poor = torch.tensor(self._last.is_poor, device=CPU)
-            last = {"move": self._last.move, "change": self._last.change, "is_poor": is_poor}
-        damping = torch.tensor(self._damping, dtype=torch.float64, device=CPU)
-        before = {f"mll.{name}": tensor for name, tensor in self.point.before.items()}
-        return {"damping": damping, **last, **before}
+        last = None if self._last is None else astuple(self._last)
+        return {"damping": self._damping, "last": last, "mll": self.point.before}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError, without changes, for another mll."""
-        self.mll.load_training_state(
-            {name.removeprefix("mll."): tensor for name, tensor in state.items() if name.startswith("mll.")}
-        )
-        self._damping = float(state["damping"])
-        self._last = Secant(state["move"], state["change"], bool(state["is_poor"])) if "move" in state else None
+        self.mll.load_training_state(state["mll"])
+        self._damping = state["damping"]
+        self._last = None if state["last"] is None else Secant(*state["last"])
         self._point = self._assessment = None
         self._is_inside = True
 

@@ -58,13 +58,12 @@ class QuasiNewton(LevenbergMarquardt):
         self._moves = torch.full_like(position, difference)
         self._most_nats = torch.where(self.coordinates.has_units, MOST_NATS, MOST_NATS * (difference / DIFFERENCE) ** 2)
 
-    def state(self) -> dict[str, Tensor]:
-        matrix = {} if self._matrix is None else {"matrix": self._matrix}
-        return {**super().state(), **matrix, "moves": self._moves.clone()}
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "matrix": self._matrix, "moves": self._moves.clone()}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
-        self._matrix, self._moves = state.get("matrix"), state["moves"].clone()
+        self._matrix, self._moves = state["matrix"], state["moves"].clone()
 
     def _evaluated(self) -> Point:
         mll, model = self.mll, self.mll.model
