@@ -292,16 +292,10 @@ class CurvatureLoop(Loop):
         self._optimiser.load_state(state["optimiser"])
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
-        coordinates = self._optimiser.coordinates
-        if self._assessed is None or self._assessed.curvature.is_rough:
+        coordinates, found = self._optimiser.coordinates, self._assessed
+        if found is None or found.curvature.is_rough:
             return without_errors(coordinates)
-        return estimated(
-            coordinates,
-            coordinates.read(),
-            self._assessed.curvature.matrix,
-            self._assessed.ridge,
-            self._assessed.held,
-        )
+        return estimated(coordinates, found.curvature.matrix, found.ridge, found.held)
 
     def irrelevant(self) -> tuple[str, ...]:
         if self._assessed is None or self._assessed.curvature.is_rough:

@@ -177,11 +177,9 @@ def _told(irrelevant: Sequence[str], names: Sequence[str]) -> list[str]:
     ]
 
 
-def estimated(
-    coordinates: Coordinates, position: Tensor, matrix: Tensor, ridge: Tensor, held: Tensor
-) -> tuple[Estimated, ...]:
+def estimated(coordinates: Coordinates, matrix: Tensor, ridge: Tensor, held: Tensor) -> tuple[Estimated, ...]:
     """With standard errors from A [p, p] with a ridge [p]; coordinates `held` at bounds are fixed for the others."""
-    free = ~held
+    position, free = coordinates.read(), ~held
     variances = torch.full_like(position, torch.nan)
     if free.any():
         kept = matrix[free][:, free] + torch.diag(ridge[free])

@@ -28,7 +28,7 @@ def test_intervals_end_at_bounds() -> None:
     coordinates = Coordinates(regression(20, covariance=covariance))
     count = len(coordinates)
     nothing = torch.zeros(count, dtype=torch.float64)
-    found = estimated(coordinates, coordinates.read(), torch.eye(count).double(), nothing, nothing.bool())
+    found = estimated(coordinates, torch.eye(count).double(), nothing, nothing.bool())
     ends = {each.name: (each.low, each.high) for each in found}
     assert ends["covar_module.base_kernel.lengthscale"] == pytest.approx((0.2, 1.5), rel=2e-3)
     assert ends["noise_covar.noise"][1] == pytest.approx(found[0].value * math.exp(1.96))

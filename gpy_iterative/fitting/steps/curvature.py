@@ -192,8 +192,6 @@ def prior_information(
     mll: gpytorch.mlls.MarginalLogLikelihood, coordinates: Coordinates, batch_shape: torch.Size
 ) -> Tensor:
     """Positive part of the priors' curvature, [p, p]."""
-    if next(iter(mll.model.named_priors()), None) is None:
-        return torch.zeros(len(coordinates), len(coordinates), dtype=torch.float64, device=CPU)
     values, vectors = torch.linalg.eigh(-coordinates.hessian(log_prior(mll, batch_shape)))
     return (vectors * values.clamp_min(0)) @ vectors.mT
 

@@ -21,6 +21,7 @@ from gpy_iterative.fitting.coordinates import Coordinates, copied, restore
 from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.fitting.steps.curvature import Curvature
 from gpy_iterative.fitting.steps.points import Assessment, Point, Secant, Step
+from gpy_iterative.fitting.stopping import NEAR
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.training_system import to_training_mode
 
@@ -39,8 +40,6 @@ FIRST_DAMPING, POOR_DAMPING = 1.0, 1e-2
 LEAST_GAIN, GOOD_GAIN, VERY_GOOD_GAIN = 0.1, 0.5, 0.75
 #: Standard errors of a predicted gain that values show.
 VISIBLE = 2.0
-#: Nats left, where the last step corrects the curvature.
-NEAR = 5.0
 MAX_TRIALS = 8
 
 
