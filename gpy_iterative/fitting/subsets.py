@@ -16,7 +16,6 @@ from gpy_iterative.fitting.choice import choose
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.result import irrelevant_inputs
 from gpy_iterative.fitting.steps.average_information import AverageInformation
-from gpy_iterative.fitting.steps.points import Assessment
 from gpy_iterative.random_numbers import integers, permutation
 from gpy_iterative.training.progress import Progress, check_progress, reporting
 from gpy_iterative.training.run import make_generator
@@ -79,7 +78,9 @@ def initialize_from_subsets(
         for done in range(num_subsets):
             rows = _near_and_far(columns, min(subset_size, len(columns)), generator)
             subset = _of_rows(model, likelihood, rows, optimum)
-            optimum, found, value = _climbed(subset, generator)
+            optimiser = _climbed(subset, generator)
+            found, value = optimiser.assess(), optimiser.point.per_datum[0]
+            optimum = optimiser.point.position
             optima.append(optimum)
             information.append(found.matrix)
             seen.append(found.curvature.matrix)
@@ -153,14 +154,13 @@ def _of_rows(
     return mll
 
 
-def _climbed(mll: IterativeMarginalLogLikelihood, generator: torch.Generator) -> tuple[Tensor, Assessment, float]:
-    """Optimum [p], its assessment, value per datum."""
+def _climbed(mll: IterativeMarginalLogLikelihood, generator: torch.Generator) -> AverageInformation:
+    """At the optimum."""
     optimiser = AverageInformation(mll, generator=generator)
     for _ in range(MAX_STEPS):
         if optimiser.assess().left < LEFT or optimiser.step() is None:
             break
-    point = optimiser.point
-    return point.position, optimiser.assess(), float(point.evaluation.value.detach().mean())
+    return optimiser
 
 
 def _combined(optima: Tensor, information: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor, Tensor]
 
     def record(mll, generator):
         result = climbed(mll, generator)
-        recorded.append((mll.model.train_inputs[0], result[0], result[1].matrix))
+        recorded.append((mll.model.train_inputs[0], result.point.position, result.assess().matrix))
         return result
 
     monkeypatch.setattr(subsets, "_climbed", record)

@@ -90,17 +90,18 @@ def average_information(
     correction = columns.correction(solutions, _residual(evaluation), len(coordinates))
     kept = solutions if estimate.factor is None else None
     linear = torch.zeros(len(coordinates), dtype=torch.bool, device=CPU)
-    linear[[number for number in columns.of_mean if number not in columns.of_matrix]] = True
+    linear[columns.numbers[columns.is_mean]] = True
+    linear[columns.numbers[~columns.is_mean]] = False
     return Curvature(matrix, correction, linear & coordinates.has_units, kept, epochs)
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Derivatives of H a, then of the mean, [*b, n, c], and their coordinates."""
+    """Derivatives of H a, then of the mean, [*b, n, c], and their coordinates [c]."""
 
     joined: Tensor
-    of_matrix: list[int]
-    of_mean: list[int]
+    numbers: Tensor
+    is_mean: Tensor
 
     @classmethod
     def of(cls, evaluation: Evaluation, coordinates: Coordinates) -> "_Columns":
@@ -117,26 +118,21 @@ class _Columns:
                 of_mean[number] = -residual
         found = [*of_matrix.values(), *of_mean.values()]
         joined = torch.stack(found, dim=-1) if found else system.residual.new_zeros(*system.residual.shape, 0)
-        return cls(joined.detach(), list(of_matrix), list(of_mean))
+        numbers = torch.tensor([*of_matrix, *of_mean], dtype=torch.long, device=CPU)
+        return cls(joined.detach(), numbers, torch.arange(len(found), device=CPU) >= len(of_matrix))
 
     def information(self, energies: Tensor, size: int) -> Tensor:
         """A [size, size] from Q^T H^-1 Q [*b, c, c]."""
-        matrix, count = torch.zeros(size, size, dtype=torch.float64, device=CPU), len(self.of_matrix)
-        parts = ((self.of_matrix, slice(0, count), 0.5), (self.of_mean, slice(count, None), 1.0))
-        for numbers, columns, factor in parts:
-            if not numbers:
-                continue
-            block = factor * energies[..., columns, columns].reshape(-1, len(numbers), len(numbers)).sum(0).cpu()
-            index = torch.tensor(numbers, dtype=torch.long, device=CPU)
-            matrix[index.unsqueeze(-1), index] += block
-        return matrix
+        factors = torch.where(self.is_mean, 1.0, 0.5) * (self.is_mean == self.is_mean.unsqueeze(-1))
+        entries = factors * energies.sum_to_size(factors.shape).cpu()
+        matrix = torch.zeros(size, size, dtype=torch.float64, device=CPU)
+        return matrix.index_put_((self.numbers.unsqueeze(-1), self.numbers), entries, accumulate=True)
 
     def correction(self, solutions: Tensor, missed: Tensor, size: int) -> Tensor:
         """(H^-1 Q)^T (y - mean - H a), [size]."""
         found = torch.zeros(size, dtype=torch.float64, device=CPU)
         inner = (solutions.double() * missed.double().unsqueeze(-1)).flatten(0, -2).sum(0).cpu()
-        index = torch.tensor(self.of_matrix + self.of_mean, dtype=torch.long, device=CPU)
-        return found.index_add_(0, index, inner)
+        return found.index_add_(0, self.numbers, inner)
 
 
 @torch.no_grad()
