@@ -123,6 +123,8 @@ class CurvatureLoop(Loop):
     that measures it.
     """
 
+    _saved = ("steps", "_has_raised", "_has_redrawn", "_has_shortened", "_lefts", "_seen", "_best")
+
     def __init__(
         self,
         optimiser: LevenbergMarquardt,
@@ -267,28 +269,16 @@ class CurvatureLoop(Loop):
         )
 
     def state(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in self._saved}
         last = None if self._last is None else astuple(self._last)
-        own = {
-            "steps": self.steps,
-            "has_raised": self._has_raised,
-            "has_redrawn": self._has_redrawn,
-            "has_shortened": self._has_shortened,
-            "lefts": self._lefts,
-            "seen": self._seen,
-            "last": last,
-            "best": self._best,
-            "is_followed": self._follower is None,
-        }
-        return {**own, "optimiser": self._optimiser.state()}
+        return {**own, "last": last, "is_followed": self._follower is None, "optimiser": self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if state["is_followed"]:
             self._follow()
-        self.steps, self._has_raised = state["steps"], state["has_raised"]
-        self._has_redrawn, self._has_shortened = state["has_redrawn"], state["has_shortened"]
-        self._lefts, self._seen = state["lefts"], state["seen"]
+        for name in self._saved:
+            setattr(self, name, state[name])
         self._last = None if state["last"] is None else Step(*state["last"])
-        self._best = state["best"]
         self._optimiser.load_state(state["optimiser"])
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
