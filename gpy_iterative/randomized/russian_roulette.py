@@ -154,7 +154,7 @@ class RussianRouletteMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             return self.truncation
         seen = run.parts.get("decay")
         if seen is None or not seen["energies"].any():  # a residual of zero shows no decay
-            return self.truncation.start
+            return ExponentialTruncation()
         return self.truncation.choose(seen["energies"].cpu())
 
     def _draw(self, operator: LinearOperator, truncation: Truncation, generator: torch.Generator) -> Draws:

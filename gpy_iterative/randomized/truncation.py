@@ -200,16 +200,10 @@ class FixedTruncation:
 
 @dataclass(frozen=True)
 class AutomaticTruncation:
-    """Rate and minimum from the last step's decay (this step's would cause bias); `start` for the first step.
+    """Rate and minimum from the last step's decay (this step's would cause bias); the first has `ExponentialTruncation()`.
 
     The rate is log(rho) of terms that fall as rho^-j, at most 0.1. The minimum leaves a tenth of the sum of squared norms.
     """
-
-    start: ExponentialTruncation = ExponentialTruncation()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.start, ExponentialTruncation):
-            raise TypeError(f"start must be an ExponentialTruncation, got {self.start!r}.")
 
     def choose(self, energies: Tensor) -> ExponentialTruncation:
         """The next truncation, from a step's squared norms of terms, [J]."""
@@ -218,7 +212,7 @@ class AutomaticTruncation:
         # A short run barely shows a decay: at most threefold growth per step.
         rate = min(MAX_RATE, max(decay, 1 / len(energies)))
         min_steps = min(_steps_to_tail(energies, decay), 2 * len(energies))
-        return ExponentialTruncation(min_steps, rate, self.start.max_steps and max(self.start.max_steps, min_steps))
+        return ExponentialTruncation(min_steps, rate)
 
 
 def _steps_to_tail(energies: Tensor, decay: float) -> int:
