@@ -59,9 +59,12 @@ class RadialProductLinearOperator(TiledLinearOperator):
         # Functions of the operator itself would be a cycle of references, which keeps memory.
         make_grid = partial(_make_grid, () if self.batch_shape else self._axes, self.factors, self.products, self.cache)
         products = self.products if self._is_smooth else replace(self.products, far_field=None)
-        found = [ProductByFactor(self.factors, 0, products, make_grid)]
-        for number in range(1, len(self.factors)):
-            found.append(ProductByFactor(self.factors, number, products, make_grid, first=found[0]))
+        found: list[ProductByFactor] = []
+        for number, factor in enumerate(self.factors):
+            first = found[0].tiles if found else None
+            make_tiles = partial(ProductTiles, self.factors, number, products, make_grid, first)
+            scale = self.factors[0].outputscale
+            found.append(ProductByFactor(factor, scale.detach() if found else scale, make_tiles))
         return found
 
     def tiles(self) -> ProductTiles:
@@ -133,30 +136,16 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
 
 class ProductByFactor(RadialKernelLinearOperator):
-    """A product as a function of one factor: its derivatives. The others are constants.
-
-    Args:
-        factors: of the product.
-        number: of the factor.
-        products: of the whole matrix.
-        make_grid: see `ProductTiles`.
-        first: the function of the first factor, unless it is this one.
-    """
+    """A product as a function of one factor: its derivatives. The others are constants."""
 
     def __init__(
-        self,
-        factors: Sequence[RadialKernelLinearOperator],
-        number: int,
-        products: KernelProducts,
-        make_grid: Callable[[], Grid | None],
-        first: "ProductByFactor | None" = None,
+        self, factor: RadialKernelLinearOperator, outputscale: Tensor, make_tiles: Callable[[], ProductTiles]
     ) -> None:
-        factor, outputscale = factors[number], factors[0].outputscale
-        super().__init__(factor.x1, outputscale.detach() if number else outputscale, **factor._kwargs)
-        self._given, self._first = (factors, number, products, make_grid), first
+        super().__init__(factor.x1, outputscale, **factor._kwargs)
+        self._tiles_of_product = make_tiles
 
     def _make_tiles(self) -> ProductTiles:
-        return ProductTiles(*self._given, None if self._first is None else self._first.tiles)
+        return self._tiles_of_product()
 
 
 def _make_grid(
