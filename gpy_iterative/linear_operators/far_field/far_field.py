@@ -89,7 +89,7 @@ def build_levels(plan: Plan, entries: ProductEntries) -> Levels:
     proxies = level_proxies(entries.positions, plan.levels, plan.pairs, counts)
     for depth in range(len(plan.levels) - 1, plan.top - 1, -1):
         rank = min(plan.ranks[depth], points.shape[1])
-        chosen = proxies[depth].rows[:, : _num_proxies(rank, len(points))]
+        chosen = proxies[depth][:, : _num_proxies(rank, len(points))]
         picked, weights = _skeletons(double, points, chosen, rank)
         interpolations.append(weights.to(entries.dtype))
         inputs, far = entries.inputs(picked), plan.pairs[depth].far

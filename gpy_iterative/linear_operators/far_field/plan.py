@@ -98,10 +98,10 @@ def entries_size(entries: ProductEntries, tolerance: float) -> float:
 def _rank(entries: ProductEntries, nodes: Nodes, error: float) -> int:
     generator = torch.Generator().manual_seed(1)
     chosen = permutation(len(nodes), generator)[:SAMPLED_NODES].to(nodes.rows.device)
-    proxies = sampled_proxies(nodes, chosen, SAMPLED_PROXIES, generator)
-    if not len(proxies.rows):
+    proxies, have = sampled_proxies(nodes, chosen, SAMPLED_PROXIES, generator)
+    if not len(proxies):
         return nodes.size
     slots = permutation(nodes.size, generator)[:SAMPLED_ROWS].to(nodes.rows.device)
-    rows = nodes.rows[chosen[proxies.have]][:, slots]
-    rank = needed_rank(entries.at_proxies(rows, proxies.rows), error)
+    rows = nodes.rows[chosen[have]][:, slots]
+    rank = needed_rank(entries.at_proxies(rows, proxies), error)
     return nodes.size if rank >= len(slots) else min(-(-max(rank, 1) // RANK_STEP) * RANK_STEP, nodes.size)

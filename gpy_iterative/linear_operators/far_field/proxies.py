@@ -4,7 +4,6 @@ Most are near the node, where blocks of smooth kernels have the highest rank; of
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,36 +22,23 @@ OUTERMOST = slice(1, None, 8)
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
-@dataclass(frozen=True)
-class Proxies:
-    """Proxies of the nodes of one level.
-
-    Attributes:
-        rows: row numbers, [nodes, p].
-        have: which nodes have proxies, [nodes].
-    """
-
-    rows: Tensor
-    have: Tensor
-
-
-def level_proxies(positions: Tensor, levels: list[Nodes], pairs: list[LevelPairs], counts: list[int]) -> list[Proxies]:
-    """Proxies of all nodes by level, from the root; `counts` must not grow towards the leaves.
+def level_proxies(positions: Tensor, levels: list[Nodes], pairs: list[LevelPairs], counts: list[int]) -> list[Tensor]:
+    """Rows [nodes, p] by level, from the root; `counts` must not grow towards the leaves.
 
     Half come from far nodes on the node's level, half from its parent. Any first part of them may be used alone.
     """
     generator = torch.Generator().manual_seed(2)
-    root = levels[0].rows.new_zeros(1, counts[0])
-    found = [Proxies(root, torch.zeros_like(root[0, :1], dtype=torch.bool))]
+    found = [levels[0].rows.new_zeros(1, counts[0])]
+    have = torch.zeros_like(found[0][0, :1], dtype=torch.bool)  # which nodes have proxies
     for nodes, level, count in zip(levels[1:], pairs[1:], counts[1:], strict=False):
         own, has_own = _drawn(positions, nodes, level, count, generator)
-        slots = torch.arange(count, device=root.device)
-        inherited, had = (of_parents.repeat_interleave(2, 0) for of_parents in (found[-1].rows, found[-1].have))
+        slots = torch.arange(count, device=positions.device)
+        inherited, had = (of_parents.repeat_interleave(2, 0) for of_parents in (found[-1], have))
         # Odd slots are own ones, even ones the parent's first half.
         mixed = torch.where(slots % 2 == 1, own, inherited[:, slots // 2])
         is_mixed, is_own = (has_own & had).unsqueeze(-1), (has_own & ~had).unsqueeze(-1)
-        rows = torch.where(is_mixed, mixed, torch.where(is_own, own, inherited[:, :count]))
-        found.append(Proxies(rows, has_own | had))
+        found.append(torch.where(is_mixed, mixed, torch.where(is_own, own, inherited[:, :count])))
+        have = has_own | had
     return found
 
 
@@ -109,8 +95,8 @@ def _nearest(positions: Tensor, nodes: Nodes, chosen: Tensor, generator: torch.G
     return found
 
 
-def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.Generator) -> Proxies:
-    """Proxies of chosen nodes by the gaps to all nodes; `rows` of nodes that have any."""
+def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows by the gaps to all nodes, of chosen nodes that have any, and which do."""
     device, total = nodes.rows.device, len(nodes)
     other = torch.arange(total, device=device)
     gaps = nodes.gaps(chosen.repeat_interleave(total), other.repeat(len(chosen))).view(-1, total)
@@ -120,10 +106,10 @@ def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.G
     weights = _weights(nodes, gaps, own).masked_fill_(~is_far, 0.0)
     have = is_far.any(1)
     if not have.any():
-        return Proxies(nodes.rows[:0, :1], have)
+        return nodes.rows[:0, :1], have
     partner = torch.multinomial(weights[have].cpu(), count, replacement=True, generator=generator).to(device)
     slot = random_numbers.uniform(partner.shape, generator, device) * nodes.counts[partner]
-    return Proxies(nodes.rows[partner, slot.long()], have)
+    return nodes.rows[partner, slot.long()], have
 
 
 def _weights(nodes: Nodes, gaps: Tensor, diameters: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def test_every_far_node_has_its_share_of_proxies() -> None:
         is_own = (pairs[-1].far == node).any(0)
         partners, gaps = pairs[-1].far[:, is_own].sum(0) - node, pairs[-1].gaps[is_own]
         weights = (gaps + proxies_module.SMALLEST_GAP * levels[-1].diameters()[node]) ** -2
-        own = leaf_of_row[proxies.rows[node, 1::2]]
+        own = leaf_of_row[proxies[node, 1::2]]
         found = (own.unsqueeze(0) == partners.unsqueeze(1)).sum(1)
         assert (found - weights / weights.sum() * len(own)).abs().max() < 4
 
@@ -99,7 +99,7 @@ def test_proxies_are_near_rows_of_far_nodes() -> None:
     levels, pairs = level_pairs(balanced_tree(x, 4), lambda gaps: gaps < 0)
 
     def mean_gap() -> float:
-        rows, nodes = level_proxies(x, levels, pairs, [240] * len(levels))[-1].rows, levels[-1]
+        rows, nodes = level_proxies(x, levels, pairs, [240] * len(levels))[-1], levels[-1]
         points = x[rows[:, 1::2]]
         outside = points - torch.clamp(points, nodes.low.unsqueeze(1), nodes.high.unsqueeze(1))
         return float(outside.norm(dim=-1).mean())
@@ -119,4 +119,4 @@ def test_a_row_apart_is_a_proxy() -> None:
     proxies = level_proxies(x, levels, pairs, [160] * len(levels))[-1]
     apart = len(x) - 1
     (other,) = (node for node in range(2) if apart not in levels[-1].rows[node])
-    assert apart in proxies.rows[other]
+    assert apart in proxies[other]
