@@ -64,20 +64,8 @@ class HadamardLinearOperator(ObservedLinearOperator):
         factors = self.tasks[self.row_tasks[row_index], self.column_tasks[col_index]]
         return self.points._get_indices(row_index, col_index, *batch_indices) * factors
 
-    def _on_points(self, points: LinearOperator) -> LinearOperator:
-        return self.of(points, self.tasks, self.row_tasks, self.column_tasks)
-
-    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
-        return self._on_points(self.points._expand_batch(batch_shape))
-
-    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
-        return self._on_points(self.points._unsqueeze_batch(dim))
-
-    def _permute_batch(self, *dims: int) -> LinearOperator:
-        return self._on_points(self.points._permute_batch(*dims))
-
     def _mul_constant(self, other: float | Tensor) -> LinearOperator:
-        return self._on_points(self.points._mul_constant(other))
+        return self.of(self.points._mul_constant(other), self.tasks, self.row_tasks, self.column_tasks)
 
     # Documented in `extensions.py`
 
