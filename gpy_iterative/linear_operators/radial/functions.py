@@ -22,13 +22,11 @@ class KeOpsFormulas:
         value: f, of `{u}` and `alpha`.
         derivative: df/dq (not df/du); 0 at u = 0 where the true one is unbounded.
         alpha_derivative: df/dalpha at fixed q, or None.
-        multiple: factor of all formulas.
     """
 
     value: str
     derivative: str
     alpha_derivative: str | None = None
-    multiple: int = 1
 
 
 #: Largest r in exp(-r): next to 0 even times squared distances of 1e10 lengthscales (time stamps), and no denormal number.
@@ -216,9 +214,8 @@ class _Matern52(_Matern):
     bend = 6.0
     derivative_factor = -5 / 6
     keops = KeOpsFormulas(
-        "(IntCst(3) + IntCst(3) * Sqrt({u}) + {u}) * Exp(-Sqrt({u}))",
-        "RatCst(-5,2) * (IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))",
-        multiple=3,
+        "(IntCst(1) + Sqrt({u}) + Inv(IntCst(3)) * {u}) * Exp(-Sqrt({u}))",
+        "Inv(IntCst(-6)) * IntCst(5) * (IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))",
     )
 
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:

@@ -71,7 +71,7 @@ def kernel_sum(function: RadialFunction, x: Tensor, y: Tensor, alpha: Tensor | N
         program = _kernel_sum(function, x.shape[-1], width)
         total = _over_batch(program, alpha, x, y, _padded(v[..., columns], width))
         parts.append(total[..., : columns.stop - columns.start])
-    return torch.cat(parts, dim=-1) / _formulas(function).multiple
+    return torch.cat(parts, dim=-1)
 
 
 def derivative_sum(
@@ -86,7 +86,7 @@ def derivative_sum(
         program = _derivative_sum(function, x.shape[-1], width)
         vectors = (_padded(left[..., columns], width), _padded(right[..., columns], width))
         total = total + _over_batch(program, alpha, x, y, *vectors)
-    return total / _formulas(function).multiple
+    return total
 
 
 def column_blocks(size: int) -> list[tuple[slice, int]]:
