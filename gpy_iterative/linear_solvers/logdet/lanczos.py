@@ -140,15 +140,15 @@ class _Found:
 class LogDeterminantQuadrature:
     """Estimates log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
 
-    The estimate is the mean of the Gauss and Gauss-Radau rules. The variance of one probe from random signs is
-    2 (|log M|_F^2 - (tr log M)^2 / signs). Cost: one product per iteration; `SharedProducts` brings those of a solve.
+    The estimate is the mean of the Gauss and Gauss-Radau rules, whose error may be as large as the probes' standard error.
+    The variance of one probe from random signs is 2 (|log M|_F^2 - (tr log M)^2 / signs). Cost: one product per iteration;
+    `SharedProducts` brings those of a solve.
 
     Args:
         operator: H [*b, n, n].
         probes: xi [*b, n, s] with covariance P, from random signs.
         preconditioner: P.
         max_iterations: at least two.
-        tolerance: of the quadrature's error, per datum; None: the probes' standard error, at least .003.
         positions: of a similar system.
 
     Attributes:
@@ -166,11 +166,10 @@ class LogDeterminantQuadrature:
         preconditioner: SampledPreconditioner,
         *,
         max_iterations: int = MAX_LOGDET_PRODUCTS,
-        tolerance: float | None = None,
         positions: BracketPositions | None = None,
     ) -> None:
         self._operator, self._preconditioner = operator, preconditioner
-        self._size, self._tolerance, self._positions = probes.shape[-2], tolerance, positions
+        self._size, self._positions = probes.shape[-2], positions
         self._most = min(max(max_iterations, LEAST_PRODUCTS), self._size)
         self._end: tuple[_Found, BracketPositions] | None = None
         # Pivoted Cholesky and Nystrom factors have K >= L L^T, so H >= L L^T + noise >= min(noise / d) P.
@@ -202,15 +201,12 @@ class LogDeterminantQuadrature:
         """Goes on with H `wanted`."""
         found, positions = self._advanced(product), self._positions
         allowed = (WORTH_OF_ERROR * found.sem).clamp_min(RESOLUTION * self._size)
-        if self._tolerance is not None:
-            allowed = torch.full_like(allowed, self._tolerance * self._size)
         count = len(self._bounds)
         is_last, is_enough = count == self._most, bool((found.error <= allowed).all())
         if positions is not None and not is_enough and (estimate := positions.estimate(self._bounds)) is not None:
             expected, drifted = estimate
             inherited = torch.hypot(drifted, positions.error)
-            counted = drifted if self._tolerance is None else inherited
-            is_known = not positions.are_worn and bool((counted <= allowed).all())
+            is_known = not positions.are_worn and bool((drifted <= allowed).all())
             if is_known or (is_last and bool((inherited < found.error).all())):
                 self._end, self.wanted = (_Found(expected, inherited, found.sem), positions.used(count)), None
                 return

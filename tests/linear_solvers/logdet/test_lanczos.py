@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN12, RBF
+from gpy_iterative.linear_solvers.logdet import lanczos
 from gpy_iterative.linear_solvers.logdet.lanczos import (
     CHANGE_PARTS,
     FALL,
@@ -31,9 +32,19 @@ from tests.monte_carlo import assert_mean_within
 
 
 def log_determinant(
-    operator: LinearOperator, probes: Tensor, preconditioner: LowRankPlusDiagonal, **options: Any
+    operator: LinearOperator,
+    probes: Tensor,
+    preconditioner: LowRankPlusDiagonal,
+    *,
+    tolerance: float | None = None,
+    **options: Any,
 ) -> LogDeterminant:
-    return LogDeterminantQuadrature(operator, probes, preconditioner, **options).finished()
+    """With a quadrature to a tolerance per datum, if given."""
+    with pytest.MonkeyPatch.context() as patch:
+        if tolerance is not None:
+            patch.setattr(lanczos, "WORTH_OF_ERROR", 0.0)
+            patch.setattr(lanczos, "RESOLUTION", tolerance)
+        return LogDeterminantQuadrature(operator, probes, preconditioner, **options).finished()
 
 
 def draw(preconditioner: LowRankPlusDiagonal, count: int, generator: torch.Generator) -> Tensor:
@@ -210,10 +221,13 @@ def test_a_short_budget_takes_the_better_estimate_and_says_so() -> None:
     thorough = log_determinant(operator, probes, preconditioner, max_iterations=40, tolerance=1e-12)
     short = {"max_iterations": 3, "tolerance": 1e-6}
     crude = log_determinant(operator, probes, preconditioner, **short)
-    again = log_determinant(operator, probes, preconditioner, positions=crude.positions, **short)
+    # Worn ones are asked at the last iteration only.
+    worn = [replace(found.positions, age=found.positions.life) for found in (crude, thorough)]
+    again, last = (log_determinant(operator, probes, preconditioner, positions=each, **short) for each in worn)
     known = log_determinant(operator, probes, preconditioner, positions=thorough.positions, **short)
     assert (crude.mean - thorough.mean).abs() > 1
     torch.testing.assert_close(known.mean, thorough.mean)
+    torch.testing.assert_close(last.mean, thorough.mean)
     torch.testing.assert_close(known.positions.error, thorough.positions.error)
     torch.testing.assert_close(again.sem, crude.sem)
     assert crude.sem > known.sem + 0.1
