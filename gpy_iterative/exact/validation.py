@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from gpy_iterative.checks import check_same_kind
+from gpy_iterative.checks import check_finite, check_same_kind
 from gpy_iterative.errors import VarianceWarning, warn
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
-from gpy_iterative.exact.prediction.joint_prior import common_batch
 from gpy_iterative.linear_operators.kernel_functions import leaves_of
 from gpy_iterative.linear_operators.prior_parts import prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -24,7 +23,6 @@ from gpy_iterative.training.training_system import (
     check_gaussian,
     check_hyperparameters,
     check_inputs,
-    check_targets,
     linear_system,
     prior_at,
 )
@@ -84,7 +82,14 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
             f"The model's output has shape {tuple(mean.shape)}, and the target {tuple(target.shape)}: "
             + ("use target.squeeze(-1)." if target.shape[-1:] == (1,) else "pass one target for each training input.")
         )
-    common_batch(target.shape[: -len(event_shape)], mean.shape[: -len(event_shape)])
+    if target.shape != mean.shape:
+        try:
+            torch.broadcast_shapes(target.shape, mean.shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"The target's shape {tuple(target.shape)} does not fit the model's output {tuple(mean.shape)}: their "
+                "batch dimensions must broadcast."
+            ) from error
     advice = f"Use target.to('{mean.device}', {mean.dtype}), or convert model and inputs."
     kinds = {(x.dtype, x.device) for x in model.train_inputs or ()}
     if target.is_floating_point() and kinds == {(target.dtype, target.device)}:
@@ -131,11 +136,18 @@ def checked_system(
     check_fit(model, function_dist, target)
     check_layers(model, batches=False)
     check_inputs(model)
-    if gpytorch.settings.observation_nan_policy.value() == "fill":
+    policy = gpytorch.settings.observation_nan_policy.value()
+    if policy == "fill":
         raise ValueError(
             "observation_nan_policy('fill') has no meaning for a marginal likelihood; use 'mask', which drops the rows."
         )
-    check_targets("target", target)
+    is_missing = torch.isnan(target)
+    if policy == "ignore" and is_missing.any():
+        raise ValueError(
+            f"target must be finite, but target{is_missing.nonzero()[0].tolist()} is nan. If it is a missing observation, "
+            "train and predict under gpytorch.settings.observation_nan_policy('mask'), which drops it."
+        )
+    check_finite("target", torch.where(is_missing, 0, target))
     check_hyperparameters(model.named_parameters())
     return linear_system(likelihood, function_dist, target, params, kwargs, products=products, cache=cache)
 

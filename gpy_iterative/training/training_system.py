@@ -165,17 +165,6 @@ def check_inputs(model: ExactGP) -> None:
             check_finite("train_inputs" if len(model.train_inputs) == 1 else f"train_inputs[{i}]", inputs)
 
 
-def check_targets(name: str, targets: Tensor) -> None:
-    """Raises ValueError for targets that are not finite, except for NaN under GPyTorch's policies for missing ones."""
-    is_missing = torch.isnan(targets)
-    if gpytorch.settings.observation_nan_policy.value() == "ignore" and is_missing.any():
-        raise ValueError(
-            f"{name} must be finite, but {name}{is_missing.nonzero()[0].tolist()} is nan. If it is a missing observation, "
-            "train and predict under gpytorch.settings.observation_nan_policy('mask'), which drops it."
-        )
-    check_finite(name, torch.where(is_missing, 0, targets))
-
-
 def check_hyperparameters(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raises ValueError, or NonFiniteError, which BoTorch's line search tolerates."""
     for name, parameter in named:
@@ -224,7 +213,12 @@ def training_system(
             f"The training targets {tuple(model.train_targets.shape)} do not fit the model's output "
             f"{tuple(prior.mean.shape)}: give one target for each training input."
         )
-    check_targets("train_targets", model.train_targets)
+    if observed_data(prior, model.train_targets) is None and torch.isnan(target).any():
+        raise ValueError(
+            "The training targets contain NaN. If these are missing observations, predict under "
+            "gpytorch.settings.observation_nan_policy('mask'), which drops them."
+        )
+    check_finite("train_targets", torch.where(torch.isnan(model.train_targets), 0, model.train_targets))
     system = linear_system(
         likelihood, prior, model.train_targets, params, kwargs or {}, products=products, shares_matrix=True
     )

@@ -16,7 +16,7 @@ from gpy_iterative.exact.prediction.blocks import principal_blocks
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, common_batch
 from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.preconditioners.vecchia import block_factors
-from gpy_iterative.training.training_system import TrainingSystem, check_targets, unexpanded
+from gpy_iterative.training.training_system import TrainingSystem, unexpanded
 
 
 def check_observations(model: ExactGP, parts: Sequence[Any]) -> None:
@@ -87,7 +87,8 @@ def _check_targets(targets: Tensor, before: Tensor, count: int, event_dims: int)
             f"{tuple(targets.shape)}."
         )
     check_same_kind("The tensor of new targets", targets, "the training targets", before)
-    check_targets("targets", targets)
+    may_be_missing = gpytorch.settings.observation_nan_policy.value() != "ignore"
+    check_finite("targets", torch.where(torch.isnan(targets), 0, targets) if may_be_missing else targets)
 
 
 def _check_noise(noise: Tensor | None, likelihood: Likelihood, targets: Tensor) -> None:
