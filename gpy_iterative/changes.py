@@ -30,7 +30,11 @@ class SeenVersions:
         return cls(tuple(map(weakref.ref, tensors)), seen)
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        return len(tensors) == len(self.seen) and all(map(_is_as_seen, self.references, self.seen, tensors))
+        return len(tensors) == len(self.seen) and all(
+            reference() is tensor
+            and (same_tensor(seen, tensor) if isinstance(seen, Tensor) else seen == tensor._version)
+            for reference, seen, tensor in zip(self.references, self.seen, tensors, strict=True)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SeenVersions, ()  # versions do not follow copies and pickles
@@ -85,12 +89,6 @@ def same_value(left: Any, right: Any, tensors: Callable[[Tensor, Tensor], bool] 
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same_value(part, right[key], tensors) for key, part in left.items())
     return left is right or (isinstance(left, Hashable) and bool(left == right or (left != left and right != right)))
-
-
-def _is_as_seen(reference: weakref.ref[Tensor], seen: int | Tensor, tensor: Tensor) -> bool:
-    if reference() is not tensor:
-        return False
-    return same_tensor(seen, tensor) if isinstance(seen, Tensor) else seen == tensor._version
 
 
 def _counting_writes(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:

@@ -161,7 +161,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         result = self._add_other_terms(result, params).div_(num_data)
         value = result.detach().to(function_dist.loc.dtype, copy=True)
         check_estimated("value", value)
-        likelihood_params = LikelihoodParams.given(params, self.model, kwargs)
+        likelihood_params = LikelihoodParams(params, self.model, kwargs) if params or kwargs else None
         self._warn_once(estimate)
         self.report = MarginalLogLikelihoodReport(
             status=estimate.status,
