@@ -22,6 +22,7 @@ from gpy_iterative.exact.control_variate import MOST_INPUTS, ControlVariate
 from gpy_iterative.exact.estimates import (
     DensityEstimate,
     Estimate,
+    ExactEstimate,
     WarmStart,
     check_estimated,
     check_warm_start,
@@ -39,7 +40,7 @@ from gpy_iterative.linear_solvers.alternating_projections import AlternatingProj
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
+from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.linear_solvers.logdet.lanczos import BracketPositions
 from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus, warn_of
 from gpy_iterative.preconditioners.low_rank_plus_vecchia import LowRankPlusVecchia, has_neighbours, largest_left
@@ -148,7 +149,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             cache=self._cache,
         )
         has_been_in_float64 = self._run.is_in_float64(system.operator)  # and stays there
-        in_float64 = has_been_in_float64 or self._is_always_in_float64(system.operator.shape[-1])
+        in_float64 = has_been_in_float64 or self._is_always_in_float64(system.operator)
         system = system.suited(ROUNDING_IN_TRAINING, in_float64=in_float64)
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():  # later steps cannot use inference tensors
@@ -222,8 +223,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         posterior.install()
         return posterior
 
-    def _is_always_in_float64(self, size: int) -> bool:
-        """Whether a system of so many rows is in float64, whatever its rounding."""
+    def _is_always_in_float64(self, operator: LinearOperator) -> bool:
+        """Whether a system is in float64, whatever its rounding."""
         return False
 
     def _warn_once(self, estimate: Estimate) -> None:
@@ -279,10 +280,10 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if variant.probes == self.probes:
             self._run = variant._run
 
-    def _is_always_in_float64(self, size: int) -> bool:
-        return size <= EXACT_BELOW if self.solver is None else isinstance(self.solver, Cholesky)
+    def _is_always_in_float64(self, operator: LinearOperator) -> bool:
+        return isinstance(default_solver(operator) if self.solver is None else self.solver, Cholesky)
 
-    def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
+    def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate | ExactEstimate, Run]:
         operator = system.operator
         solver = default_solver(operator) if self.solver is None else self.solver
         if isinstance(solver, Cholesky):

@@ -19,14 +19,14 @@ from gpy_iterative.exact.control_variate import ControlVariate
 from gpy_iterative.exact.probes import Probes
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
-from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
+from gpy_iterative.linear_solvers.cholesky import Cholesky
+from gpy_iterative.linear_solvers.exact_factors import ExactFactor, structure
 from gpy_iterative.linear_solvers.logdet.lanczos import (
     MAX_LOGDET_PRODUCTS,
     BracketPositions,
     LogDeterminantQuadrature,
     SharedProducts,
 )
-from gpy_iterative.linear_solvers.low_rank import LowRankFactor, low_rank_parts
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.training.report import Report
@@ -64,21 +64,19 @@ class Estimate(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DensityEstimate(Estimate):
-    """log N(residual; 0, H), whose derivative is `sum_k left_k^T dH right_k` if it is no exact one."""
+    """log N(residual; 0, H), whose derivative is `sum_k left_k^T dH right_k`."""
 
     weights: Tensor  # a = H^-1 residual, [*b, n]
-    left: Tensor  # [*b, n, k]; exact: derivative by H [*b, n, n], or by R [*b, n, r] for H = R R^T + diag(d)
-    right: Tensor | None  # [*b, n, k]; None if exact
-    by_noise: Tensor | None = None  # derivative by d [*b, n]
-    factor: CholeskyFactor | LowRankFactor | None = None  # of H; exact only
+    left: Tensor  # [*b, n, k]
+    right: Tensor  # [*b, n, k]
     preconditioner: Preconditioner | None = None
     control: ControlVariate | None = None
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         check_estimated("solve for y - mean", self.weights)
-        if self.by_noise is not None:
-            return self._with_gradient_of_factors(operator, residual)
-        result = surrogate(operator, self.value, self.left, self.right, self.weights, residual)
+        result = surrogate(operator, self.value, self.left, self.right)
+        if residual.requires_grad:
+            result = with_derivatives(result, [(residual, -self.weights)])
         moving = [tensor for tensor in operator.representation() if tensor.requires_grad]
         if self.control is None or not moving:
             return result
@@ -86,13 +84,27 @@ class DensityEstimate(Estimate):
         score = list(zip(moving, self.control.mean_score(operator), strict=True))
         return result + with_derivatives(torch.zeros_like(result), score)
 
-    def _with_gradient_of_factors(self, operator: LinearOperator, residual: Tensor) -> Tensor:
-        parts = low_rank_parts(operator)
-        assert parts is not None
-        assert self.by_noise is not None
-        pairs = zip((*parts, residual), (self.left, self.by_noise, -self.weights), strict=True)
+
+@dataclass(frozen=True, kw_only=True)
+class ExactEstimate(Estimate):
+    """log N(residual; 0, H) by a factor of H."""
+
+    weights: Tensor  # a = H^-1 residual, [*b, n]
+    factor: ExactFactor
+    score: tuple[Tensor, ...]  # derivatives by H, or by the parts of its structure
+
+    def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
+        check_estimated("solve for y - mean", self.weights)
+        found, result = structure(operator), self.value
+        parts = (operator,) if found is None else found[1]
+        pairs = [(residual, -self.weights)]
+        for part, derivative in zip(parts, self.score, strict=True):
+            if isinstance(part, Tensor):
+                pairs.append((part, derivative))
+            else:
+                result = surrogate(part, result, derivative)
         moving = [(tensor, derivative) for tensor, derivative in pairs if tensor.requires_grad]
-        return with_derivatives(self.value, moving) if moving else self.value
+        return with_derivatives(result, moving) if moving else result
 
 
 def check_estimated(name: str, tensor: Tensor) -> None:
@@ -104,10 +116,10 @@ def check_estimated(name: str, tensor: Tensor) -> None:
         )
 
 
-def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky) -> DensityEstimate:
-    """Cost: O(n^3), with the backward pass up to 9 n^2 float64 numbers; for r features O(n r^2), and O(n r)."""
+def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky) -> ExactEstimate:
+    """Cost: that of the factor, which is O(n^3), with 9 n^2 float64 numbers in the backward pass, for a dense matrix."""
     start = time.perf_counter()
-    matrix = operator.to_dense() if low_rank_parts(operator) is None else operator
+    matrix = operator.to_dense() if structure(operator) is None else operator
     factor = solver.factorize(matrix)
     column = factor.solve(residual.unsqueeze(-1))
     weights = column.squeeze(-1)
@@ -115,17 +127,14 @@ def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky)
     value = -0.5 * ((residual * weights).sum(-1) + factor.logdet() + num_data * math.log(2 * math.pi))
     error = torch.linalg.vector_norm(residual - (matrix @ column).squeeze(-1), dim=-1)
     del matrix  # before the inverse
-    left, by_noise = factor.score(column)
     norms = torch.linalg.vector_norm(residual, dim=-1).clamp_min(torch.finfo(error.dtype).tiny)
     relative = float((error / norms).max())
-    return DensityEstimate(
+    return ExactEstimate(
         value=value,
         value_sem=torch.zeros_like(value),
         weights=weights,
-        left=left,
-        right=None,
-        by_noise=by_noise,
         factor=factor,
+        score=factor.score(column),
         status=SolveStatus.CONVERGED if relative <= solver.tolerance else SolveStatus.STAGNATED,
         stats=SolveStats(0, 0.0, 1.0, {"targets": relative}, time.perf_counter() - start),
     )

@@ -34,7 +34,7 @@ from gpy_iterative.laplace.newton.whitened import WhitenedSystem
 from gpy_iterative.linear_operators.latent import LatentPrior, function_kernels
 from gpy_iterative.linear_solvers.logdet.lanczos import LogDeterminantQuadrature, SharedProducts
 from gpy_iterative.linear_solvers.solution import SolveStatus
-from gpy_iterative.training.surrogate import surrogate
+from gpy_iterative.training.surrogate import surrogate, with_derivatives
 
 NUM_LOGDET_PROBES = 4
 MAX_ADJOINT_PRODUCTS = 500
@@ -68,14 +68,10 @@ class ObjectiveEstimate:
         kernels = function_kernels(operator)
         if kernels is not None and left.dim() == 3:
             operator, left = kernels, left.sum_to_size(kernels.shape)
-        value = surrogate(
-            operator,
-            self.value.to(dtype),
-            left.to(dtype),
-            None if self.right is None else self.right.to(dtype),
-            self.mean_weights.to(dtype),
-            -prior.mean.flatten(),
-        )
+        right, mean = None if self.right is None else self.right.to(dtype), prior.mean.flatten()
+        value = surrogate(operator, self.value.to(dtype), left.to(dtype), right)
+        if mean.requires_grad:
+            value = with_derivatives(value, [(mean, self.mean_weights.to(dtype))])
         if torch.is_grad_enabled() and self.diagonal is not None:
             value = value + _gradient_alone((self.diagonal * prior.point_blocks().double()).sum()).to(dtype)
         if torch.is_grad_enabled() and likelihood.has_parameters:

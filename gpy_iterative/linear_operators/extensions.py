@@ -108,6 +108,11 @@ def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
     return to_dense(operator[..., rows, :])
 
 
+def dense(operator: LinearOperator) -> Tensor:
+    """The matrix, with its graph. linear_operator's memoised one stays in memory and may lack a graph."""
+    return operator.representation_tree()(*operator.representation()).to_dense()
+
+
 def kernel_inputs(operator: LinearOperator) -> Tensor | None:
     """The kernel's inputs over its lengthscales, [n, d]; those of a sum are concatenated."""
     if hasattr(operator, "kernel_inputs"):

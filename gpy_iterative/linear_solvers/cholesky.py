@@ -16,7 +16,7 @@ from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError, float
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.columns import LinearSystem
-from gpy_iterative.linear_solvers.low_rank import LowRankFactor, low_rank_parts
+from gpy_iterative.linear_solvers.exact_factors import ExactFactor, structure
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus
 from gpy_iterative.worker_threads import run
 
@@ -61,9 +61,9 @@ class CholeskyFactor:
         run([partial(_fill_inverse, result, lower, columns) for columns in blocks(lower.shape[-1], COLUMNS)])
         return result
 
-    def score(self, weights: Tensor) -> tuple[Tensor, None]:
+    def score(self, weights: Tensor) -> tuple[Tensor]:
         """Derivative of log N(y; 0, H) by H [*b, n, n], for weights H^-1 y [*b, n, 1]."""
-        return self.inverse().mul_(-0.5).addcmul_(weights, weights.mT, value=0.5), None
+        return (self.inverse().mul_(-0.5).addcmul_(weights, weights.mT, value=0.5),)
 
     def extended(self, rows: Tensor) -> "CholeskyFactor | None":
         """The factor with new rows [*b, m, n + m]; None if it needs jitter. Cost: n^2 m multiply-adds."""
@@ -110,16 +110,17 @@ class Cholesky(Solver):
     tolerance: ClassVar[float] = 0.01
 
     @torch.no_grad()
-    def factorize(self, operator: LinearOperator | Tensor) -> CholeskyFactor | LowRankFactor:
-        """The factor of H [*b, n, n]; for a kernel with few features by these.
+    def factorize(self, operator: LinearOperator | Tensor) -> ExactFactor:
+        """The factor of H [*b, n, n], by its structure if that is known.
 
         Raises:
             NonFiniteError: an entry is not finite.
             NotPositiveDefiniteError: a relative jitter of 1e-4 does not help; less gives a warning.
         """
-        parts = low_rank_parts(operator)
-        if parts is not None:
-            return LowRankFactor(*parts)
+        found = structure(operator)
+        if found is not None:
+            factor, parts = found
+            return factor(*parts)
         dense = to_dense(operator)
         return CholeskyFactor(warned_cholesky(dense.double(), "The kernel matrix with noise", dense.dtype), dense.dtype)
 

@@ -9,7 +9,7 @@ from gpy_iterative.linear_solvers.alternating_projections import AlternatingProj
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.low_rank import low_rank_parts
+from gpy_iterative.linear_solvers.exact_factors import structure
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
 #: Up to this size a dense factor costs less than an iterative solve.
@@ -17,11 +17,11 @@ EXACT_BELOW = 3000
 
 
 def default_solver(operator: LinearOperator) -> Solver:
-    """Cholesky up to 3,000 rows, and for kernels with few features; beyond, alternating projections.
+    """Cholesky up to 3,000 rows and for exact structures; beyond, alternating projections.
 
     Conjugate gradients for structured operators, grids and far fields, whose products are cheap.
     """
-    if operator.shape[-1] <= EXACT_BELOW or low_rank_parts(operator) is not None:
+    if operator.shape[-1] <= EXACT_BELOW or structure(operator) is not None:
         return Cholesky()
     kernel = operator.kernel if isinstance(operator, NoisyLinearOperator) else operator
     if not any(isinstance(term, TiledLinearOperator) for term, _ in sum_terms(kernel)):

@@ -7,11 +7,11 @@ with missing targets, jitter or other Kronecker products are not recognised.
 from collections.abc import Callable
 
 import torch
-from linear_operator import LinearOperator, to_dense, to_linear_operator
+from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import ConstantDiagLinearOperator, SumLinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.extensions import sum_terms
+from gpy_iterative.linear_operators.extensions import dense, sum_terms
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, SampledPreconditioner
@@ -64,28 +64,34 @@ def of_independent_noise(operator: LinearOperator) -> NoisyLinearOperator | None
     return None if found is None else found[0]
 
 
-@torch.no_grad()
-def _whitened(operator: LinearOperator) -> tuple[NoisyLinearOperator, Tensor] | None:
-    """The whitened system and R; None for another form, or a singular N."""
+def kronecker_terms(operator: LinearOperator) -> tuple[list[tuple[LinearOperator, Tensor]], list[Tensor]] | None:
+    """(K_k, B_k), and the terms of N, with graph; None for another form."""
     noises, kernels = [], []
     for term, factor in sum_terms(operator):
         if not isinstance(term, KroneckerLinearOperator) or len(term.linear_ops) != 2:
             return None
-        points, tasks = term.linear_ops[0], factor * to_dense(term.linear_ops[1]).double()
+        points, tasks = term.linear_ops[0], factor * dense(term.linear_ops[1])
         if isinstance(points, ConstantDiagLinearOperator):
-            noises.append(points.diag_values.unsqueeze(-1).double() * tasks)
+            noises.append(points.diag_values.unsqueeze(-1) * tasks)
         else:
             kernels.append((points, tasks))
-    if not (noises and kernels) or any(
-        tasks.shape[-1] != noises[0].shape[-1] for tasks in noises + [b for _, b in kernels]
-    ):
+    has_one_size = len({tasks.shape[-1] for tasks in [*noises, *(tasks for _, tasks in kernels)]}) == 1
+    return (kernels, noises) if kernels and has_one_size else None
+
+
+@torch.no_grad()
+def _whitened(operator: LinearOperator) -> tuple[NoisyLinearOperator, Tensor] | None:
+    """The whitened system and R; None for another form, or a singular N."""
+    found = kronecker_terms(operator)
+    if found is None or not found[1]:
         return None
-    root, info = torch.linalg.cholesky_ex(sum(noises))
+    kernels, noises = found
+    root, info = torch.linalg.cholesky_ex(sum(noise.double() for noise in noises))
     if info.any():
         return None
     inverse = torch.linalg.inv(root)
     parts = [
-        KroneckerLinearOperator(points, to_linear_operator((inverse @ tasks @ inverse.mT).to(operator.dtype)))
+        KroneckerLinearOperator(points, to_linear_operator((inverse @ tasks.double() @ inverse.mT).to(operator.dtype)))
         for points, tasks in kernels
     ]
     kernel = parts[0] if len(parts) == 1 else SumLinearOperator(*parts)

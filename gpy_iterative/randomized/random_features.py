@@ -16,7 +16,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, check_flag
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
-from gpy_iterative.exact.estimates import DensityEstimate, Estimate, check_estimated, exact_estimate
+from gpy_iterative.exact.estimates import Estimate, ExactEstimate, check_estimated, exact_estimate
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
@@ -52,7 +52,7 @@ class FrequencyReport(Report):
 class FeatureEstimate(Estimate):
     features: Tensor  # Phi [*b, n, F], with graph
     derivatives: tuple[Tensor, ...]  # by features, noise, residual, without the exact density
-    exact: DensityEstimate | None
+    exact: ExactEstimate | None
     exact_weight: float
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class FeatureDensity:
 class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     resample: bool
 
-    def _is_always_in_float64(self, size: int) -> bool:
+    def _is_always_in_float64(self, operator: LinearOperator) -> bool:
         """Float32 entries would bias the exact density against that of features."""
         return True
 

@@ -26,7 +26,7 @@ PullBack = Callable[..., Sequence[Tensor | None]]
 
 
 class _GivenGradient(torch.autograd.Function):
-    """A value whose gradient by some tensors is a function of the incoming gradient and of saved tensors."""
+    """A value with another gradient by some tensors, a function of the incoming gradient and of saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, pull_back: PullBack, saved: Sequence[Tensor | None], *_: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class _GivenGradient(torch.autograd.Function):
                 "The gradient of an iterative marginal log likelihood cannot be differentiated again: it is an estimate "
                 "whose solves are held fixed. Call backward() without create_graph=True."
             )
-        return (None, None, None, *ctx.pull_back(*gradients, *ctx.saved_tensors))
+        return (*gradients, None, None, *ctx.pull_back(*gradients, *ctx.saved_tensors))
 
 
 def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -57,25 +57,16 @@ def _scaled(shapes: Sequence[torch.Size], gradient: Tensor, *derivatives: Tensor
     return [(factor * derivative).sum_to_size(shape) for factor, derivative, shape in parts]
 
 
-def surrogate(
-    operator: LinearOperator, value: Tensor, left: Tensor, right: Tensor | None, weights: Tensor, residual: Tensor
-) -> Tensor:
-    """The value [*b] with the gradient's estimator.
+def surrogate(operator: LinearOperator, value: Tensor, left: Tensor, right: Tensor | None = None) -> Tensor:
+    """The value [*b] with a gradient by an operator H [*b, n, n], which has a graph.
 
     Args:
-        operator: H [*b, n, n], with graph.
-        value: [*b].
-        left: [*b, n, k]; without right, weights of dH's entries [*b, n, n].
+        left: [*b, n, k]; without right, the derivatives by the entries of H [*b, n, n].
         right: [*b, n, k]; the derivative is sum_k left_k^T dH right_k.
-        weights: a = H^-1 (y - mean) [*b, n].
-        residual: y - mean [*b, n], with graph.
     """
     tensors = operator.representation()
     pull_back = partial(_bilinear, operator.representation_tree())
-    result = _GivenGradient.apply(value, pull_back, (left, right, *tensors), *tensors)
-    if residual.requires_grad:
-        result = result + with_derivatives(torch.zeros_like(value), [(residual, -weights)])
-    return result
+    return _GivenGradient.apply(value, pull_back, (left, right, *tensors), *tensors)
 
 
 def _bilinear(

@@ -157,7 +157,6 @@ def test_models_that_it_cannot_serve() -> None:
 
 def test_without_a_solver_neighbours_are_looked_at_once_a_low_rank_leaves_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpy_iterative.linear_solvers.default.EXACT_BELOW", 100)
-    monkeypatch.setattr("gpy_iterative.exact.base.EXACT_BELOW", 100)
     limit = "gpy_iterative.exact.base.MOST_LEFT"
     case = plane(300)
 

@@ -34,11 +34,6 @@ def rows_product(rows: Tensor, matrix: Tensor) -> Tensor:
     return torch.einsum("...tn,...ns->...ts", rows, matrix)
 
 
-def dense(operator: LinearOperator) -> Tensor:
-    """The matrix. linear_operator's memoised one stays in memory and may lack a graph."""
-    return operator.representation_tree()(*operator.representation()).to_dense()
-
-
 @torch.no_grad()
 def principal_blocks(operator: LinearOperator, index: Tensor) -> Tensor:
     """operator[index, index] for index [*batch, *b, t, k]: [*batch, *b, t, k, k]."""

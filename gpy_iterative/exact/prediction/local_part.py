@@ -12,7 +12,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.exact.prediction import blocks
-from gpy_iterative.linear_operators.extensions import kernel_inputs, sum_terms
+from gpy_iterative.linear_operators.extensions import dense, kernel_inputs, sum_terms
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from gpy_iterative.preconditioners.neighbours import Tree
@@ -99,7 +99,7 @@ class Neighbours:
 
     def _known_rows(self) -> Tensor:
         """K(x, X) of the m observed data, [*batch, t, m]."""
-        rows, observed = blocks.dense(self.test_train), self.local.observed
+        rows, observed = dense(self.test_train), self.local.observed
         return (rows if observed is None else rows[..., observed]).reshape(*self.points, -1)
 
     def _prior_at(self, index: Tensor) -> Tensor:

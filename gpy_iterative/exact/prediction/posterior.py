@@ -35,7 +35,7 @@ from gpy_iterative.exact.prediction.variance_error import VarianceError, solved_
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
-from gpy_iterative.linear_solvers.low_rank import low_rank_parts
+from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.random_numbers import integers, permutation
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
@@ -303,7 +303,7 @@ class PathwisePosterior:
         system = rounded_as_all_data(training_system(model, likelihood, params, self._products, kwargs), self._products)
         # Factors of a batch count together.
         is_small = system.operator.shape.numel() <= self._exact_below**2
-        is_exact = isinstance(self._solver, Cholesky) or is_small or low_rank_parts(system.operator) is not None
+        is_exact = is_small or isinstance(self._solver or default_solver(system.operator), Cholesky)
         was_in_float64 = known is not None and known.system.operator.dtype == torch.float64
         system = system.suited(ROUNDING_IN_PREDICTIONS, in_float64=was_in_float64 or is_exact)
         solves = TrainingSolves(

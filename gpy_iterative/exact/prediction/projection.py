@@ -29,11 +29,11 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.exact.prediction.local_part import ROUNDING_ERRORS, LocalPart, Neighbours
-from gpy_iterative.linear_operators.extensions import far_field_error
+from gpy_iterative.linear_operators.extensions import dense, far_field_error
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
 from gpy_iterative.linear_solvers.base import product_rounding
-from gpy_iterative.linear_solvers.cholesky import ADVICE, CholeskyFactor
-from gpy_iterative.linear_solvers.low_rank import LowRankFactor
+from gpy_iterative.linear_solvers.cholesky import ADVICE
+from gpy_iterative.linear_solvers.exact_factors import ExactFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
 #: With a far field neighbours matter most, and blocks [n, rank] are limited.
@@ -64,7 +64,7 @@ class Projection(ABC):
         """In the projection's dtype, and evaluated once where neighbours are found among all data."""
         test_train = blocks.converted(test_train, self.dtype)
         is_read_again = self._has_neighbours and self.local.tree is None
-        return to_linear_operator(blocks.dense(test_train)) if is_read_again else test_train
+        return to_linear_operator(dense(test_train)) if is_read_again else test_train
 
     @abstractmethod
     def numbers_per_point(self, test_train: LinearOperator) -> int:
@@ -99,13 +99,13 @@ class Projection(ABC):
 class ExactProjection(Projection):
     """All data: A A^T = H^-1."""
 
-    factor: CholeskyFactor | LowRankFactor
+    factor: ExactFactor
     observed: Tensor | None = None  # [n]
     local: ClassVar[None] = None
     dtype: ClassVar[torch.dtype] = torch.float64
 
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
-        rows = blocks.dense(test_train)
+        rows = dense(test_train)
         columns = (rows if self.observed is None else rows[..., self.observed]).mT
         return blocks.from_columns(self.factor.whiten(blocks.as_columns(columns, self.factor.dim())), columns).mT
 
@@ -127,7 +127,7 @@ class GalerkinProjection(Projection):
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
         basis = self.basis.to(test_train.dtype)
         if test_train.dim() > basis.dim() > 2:
-            return blocks.rows_product(blocks.dense(test_train), basis)
+            return blocks.rows_product(dense(test_train), basis)
         return blocks.product(test_train, basis)
 
     def extended(self, operator: LinearOperator, rows: Tensor, observed: Tensor | None) -> "GalerkinProjection | None":

@@ -19,7 +19,7 @@ from gpy_iterative.linear_solvers.base import Solver, product_rounding
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
-from gpy_iterative.linear_solvers.low_rank import LowRankFactor
+from gpy_iterative.linear_solvers.exact_factors import ExactFactor
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus, warn_of
 from gpy_iterative.random_numbers import normal
 from gpy_iterative.spectral.densities import Draws
@@ -128,7 +128,7 @@ class TrainingSolves:
         self._recipe, self._seed, self._progress = recipe, seed, progress
         self._is_exact, self.is_checked = is_exact or isinstance(self.solver, Cholesky), False
         self._lock = OwnLock()
-        self._cholesky: CholeskyFactor | LowRankFactor | None = None
+        self._cholesky: ExactFactor | None = None
         self._projection: Projection | None = None
         self.features = RandomFeatures(num_probes=1, num_frequencies=num_frequencies, corrected=False, widened=True)
         self._has_solved_draws = False
@@ -260,7 +260,7 @@ class TrainingSolves:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def cholesky(self) -> CholeskyFactor | LowRankFactor:
+    def cholesky(self) -> ExactFactor:
         with self._lock:
             if self._cholesky is None:
                 solver = self.solver if isinstance(self.solver, Cholesky) else Cholesky()

@@ -5,9 +5,9 @@ from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 
 from gpy_iterative.errors import float64_first
-from gpy_iterative.exact.prediction.blocks import as_columns, converted, dense, from_columns, row_block, row_group
+from gpy_iterative.exact.prediction.blocks import as_columns, converted, from_columns, row_block, row_group
 from gpy_iterative.exact.prediction.projection import GalerkinProjection, Projection
-from gpy_iterative.linear_operators.extensions import with_products
+from gpy_iterative.linear_operators.extensions import dense, with_products
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveStatus, warn_of

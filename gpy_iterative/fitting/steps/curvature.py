@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
-from gpy_iterative.exact.estimates import DensityEstimate
+from gpy_iterative.exact.estimates import DensityEstimate, ExactEstimate
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.steps.directional import directional_product, tangents
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
@@ -62,13 +62,13 @@ def average_information(
     Cost for a radial kernel with d lengthscales: one product with 1 + 2d columns, a solve with p columns.
     """
     estimate = evaluation.estimate
-    assert isinstance(estimate, DensityEstimate)
     columns = _Columns.of(evaluation, coordinates)
-    if estimate.factor is not None:
+    if isinstance(estimate, ExactEstimate):
         # Not from the exact gradient's weights: large targets would drown their H^-1 beside a a^T.
         solutions, epochs = estimate.factor.solve(columns.joined), 0.0
         energies = _symmetric(columns.joined.double().mT @ solutions.double())
     else:
+        assert isinstance(estimate, DensityEstimate)
         # At equal residuals, errors of other solvers have more energy: the matrix may be too small by half.
         solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else ConjugateGradients()
         combine, back = _orthonormal(columns.joined, estimate.preconditioner)
@@ -88,7 +88,7 @@ def average_information(
     matrix = columns.information(energies, len(coordinates))
     matrix = matrix + prior_information(mll, coordinates, evaluation.value.shape)
     correction = columns.correction(solutions, _residual(evaluation), len(coordinates))
-    kept = solutions if estimate.factor is None else None
+    kept = None if isinstance(estimate, ExactEstimate) else solutions
     linear = torch.zeros(len(coordinates), dtype=torch.bool, device=CPU)
     linear[columns.numbers[columns.is_mean]] = True
     linear[columns.numbers[~columns.is_mean]] = False
@@ -195,21 +195,14 @@ def prior_information(
 def gradient_noise(evaluation: Evaluation, coordinates: Coordinates, num_samples: int = NOISE_SAMPLES) -> Tensor | None:
     """Samples [num_samples, p] of the gradient's probe noise; None for an exact gradient."""
     estimate, system = evaluation.estimate, evaluation.system
-    assert isinstance(estimate, DensityEstimate)
-    if estimate.right is None:
+    if isinstance(estimate, ExactEstimate):
         return None
+    assert isinstance(estimate, DensityEstimate)
     left, right = estimate.left[..., 1:], estimate.right[..., 1:]
     zero = torch.zeros_like(estimate.value)
     samples = []
     for signs in _balanced_signs(left.shape[-1], num_samples):
-        noise = surrogate(
-            system.operator,
-            zero,
-            left * signs.to(left),
-            right,
-            torch.zeros_like(estimate.weights),
-            system.residual.detach(),
-        )
+        noise = surrogate(system.operator, zero, left * signs.to(left), right)
         samples.append(coordinates.gradient(noise.sum(), retain_graph=True))
     return torch.stack(samples)
 

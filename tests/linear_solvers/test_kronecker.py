@@ -1,0 +1,132 @@
+"""Complete data of several outputs: exact factors by eigenvectors, against dense algebra."""
+
+import pytest
+import torch
+from linear_operator import LinearOperator, to_dense, to_linear_operator
+from linear_operator.operators import ConstantDiagLinearOperator, DiagLinearOperator, SumLinearOperator
+from torch import Tensor
+
+import gpy_iterative as gpi
+from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
+from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_solvers.exact_factors import structure
+from gpy_iterative.linear_solvers.kronecker import KroneckerFactor, kronecker_parts
+from gpy_iterative.solvers import Cholesky, SolveStatus, default_solver
+from tests.exact.gaussian_models import CASES
+
+POINTS, TASKS = 12, 3
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def covariance(size: int, rank: int) -> Tensor:
+    return drawn(size, rank) @ drawn(size, rank).mT
+
+
+def system(*, correlated: bool, dtype: torch.dtype = torch.float64) -> LinearOperator:
+    """A singular K, and a multiple of B."""
+    points, tasks = covariance(POINTS, 5), covariance(TASKS, 2)
+    operator = lambda matrix: to_linear_operator(matrix.to(dtype))
+    kernel = 2.5 * KroneckerLinearOperator(operator(points), operator(tasks))
+    if not correlated:
+        return NoisyLinearOperator(kernel, torch.tensor([0.1, 0.3, 2.0]).repeat(POINTS).to(dtype))
+    identity = ConstantDiagLinearOperator(torch.ones(1, dtype=dtype), POINTS)
+    noise = covariance(TASKS, 2) + 0.1 * torch.eye(TASKS, dtype=torch.float64)
+    return SumLinearOperator(kernel, KroneckerLinearOperator(identity, operator(noise)))
+
+
+@pytest.mark.parametrize("correlated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factor(correlated: bool, dtype: torch.dtype) -> None:
+    operator, rhs = system(correlated=correlated, dtype=dtype), drawn(POINTS * TASKS, 4).to(dtype)
+    factor, dense = Cholesky().factorize(operator), operator.to_dense().double()
+    assert isinstance(factor, KroneckerFactor)
+    assert factor.dim() == operator.dim()
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
+    assert factor.solve(rhs).dtype == factor.logdet().dtype == dtype
+    torch.testing.assert_close(factor.solve(rhs).double(), torch.linalg.solve(dense, rhs.double()), **tolerance)
+    torch.testing.assert_close(factor.logdet().double(), torch.logdet(dense), **tolerance)
+    white = factor.whiten(rhs)
+    expected = rhs.double().mT @ torch.linalg.solve(dense, rhs.double())
+    torch.testing.assert_close(white.mT @ white, expected, **tolerance)
+    assert Cholesky().solve(operator, rhs).status is SolveStatus.CONVERGED
+
+
+@pytest.mark.parametrize("correlated", [False, True])
+def test_score(correlated: bool) -> None:
+    parts, y = kronecker_parts(system(correlated=correlated)), drawn(POINTS * TASKS)
+    assert parts is not None
+    points, tasks, noise = (to_dense(part).detach().requires_grad_() for part in parts)
+    of_noise = torch.kron(torch.eye(POINTS, dtype=torch.float64), noise) if correlated else noise.diag()
+    dense = torch.kron(points, tasks) + of_noise
+    density = torch.distributions.MultivariateNormal(torch.zeros_like(y), dense).log_prob(y)
+    expected = torch.autograd.grad(density, [points, tasks, noise])
+    factor = KroneckerFactor(to_linear_operator(points), tasks, noise)
+    torch.testing.assert_close(factor.score(factor.solve(y.unsqueeze(-1))), expected)
+
+
+@pytest.mark.parametrize("name", ["multitask", "multitask-low-rank-noise"])
+def test_a_model_of_several_outputs_is_exact_beyond_exact_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no dense matrix of all data."""
+    monkeypatch.setattr("gpy_iterative.linear_solvers.default.EXACT_BELOW", 10)
+    case = CASES[name]()
+    expected = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=Cholesky())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpy_iterative.linear_solvers.exact_factors.kronecker_parts", lambda operator: None)
+        value = expected(case.model(case.x), case.y)
+        value.backward()
+    gradients = [parameter.grad.clone() for parameter in case.model.parameters()]
+    case.model.zero_grad()
+
+    def refused(operator: object) -> Tensor:
+        raise AssertionError("a dense matrix of all data")
+
+    monkeypatch.setattr(KroneckerLinearOperator, "to_dense", refused)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
+    found = mll(case.model(case.x), case.y)
+    found.backward()
+    torch.testing.assert_close(found, value)
+    assert mll.report.epochs == 0
+    for gradient, parameter in zip(gradients, case.model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def _kernel() -> KroneckerLinearOperator:
+    return KroneckerLinearOperator(*map(to_linear_operator, (covariance(POINTS, 5), covariance(TASKS, 2))))
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        NoisyLinearOperator(_kernel(), torch.linspace(0.1, 1, POINTS * TASKS).double()),  # noise of each value
+        NoisyLinearOperator(SumLinearOperator(_kernel(), _kernel()), torch.ones(POINTS * TASKS).double()),
+        NoisyLinearOperator(
+            SumLinearOperator(_kernel(), DiagLinearOperator(torch.ones(POINTS * TASKS).double())),
+            torch.ones(POINTS * TASKS).double(),
+        ),
+        NoisyLinearOperator(_kernel(), torch.ones(2, POINTS * TASKS).double()),  # a batch
+    ],
+)
+def test_other_systems_have_no_such_factor(operator: LinearOperator) -> None:
+    assert structure(operator) is None
+
+
+def test_many_points_are_left_to_other_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = system(correlated=False)
+    monkeypatch.setattr("gpy_iterative.linear_solvers.default.EXACT_BELOW", 10)
+    assert isinstance(default_solver(operator), Cholesky)
+    monkeypatch.setattr("gpy_iterative.linear_solvers.kronecker.MOST_POINTS", POINTS - 1)
+    assert not isinstance(default_solver(operator), Cholesky)
+
+
+def test_what_has_no_factor() -> None:
+    points, tasks, noise = to_linear_operator(covariance(POINTS, 5)), covariance(TASKS, 2), torch.eye(TASKS).double()
+    with pytest.raises(NonFiniteError, match="not finite"):
+        KroneckerFactor(to_linear_operator(covariance(POINTS, 5) * torch.nan), tasks, noise)
+    with pytest.raises(NonFiniteError, match="not finite"):
+        KroneckerFactor(points, tasks * torch.inf, noise)
+    with pytest.raises(NotPositiveDefiniteError, match="noise of the tasks"):
+        KroneckerFactor(points, tasks, torch.zeros(POINTS * TASKS).double())
