@@ -19,7 +19,7 @@ from gpy_iterative.linear_solvers.base import Solver, product_rounding
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
-from gpy_iterative.linear_solvers.exact_factors import ExactFactor
+from gpy_iterative.linear_solvers.exact_factors import ExactFactor, structure
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus, warn_of
 from gpy_iterative.random_numbers import normal
 from gpy_iterative.spectral.densities import Draws
@@ -152,8 +152,11 @@ class TrainingSolves:
         factor, projection = known._cholesky, known._projection
         if known.system.prior.event_shape[0] < CENTRE_ROWS and self.system.prior.loc.dtype != torch.float64:
             return  # new data move the centre of the inputs, and K(x, X) rounds the known ones otherwise
-        if self._is_exact and isinstance(factor, CholeskyFactor):
-            self._cholesky = factor.extended(new_rows(operator, size))
+        if self._is_exact and factor is not None:
+            if structure(operator) is None:
+                if not isinstance(factor, CholeskyFactor):  # a batch of new data has no structure
+                    factor = Cholesky().factorize(known.system.operator.to_dense())
+                self._cholesky = factor.extended(new_rows(operator, size))
         elif not self._is_exact and isinstance(projection, GalerkinProjection) and projection.local is not None:
             rank = projection.basis.shape[-1] + operator.shape[-1] - size
             if rank <= MAX_GROWTH * self._recipe.sizes_for(operator)[0]:
