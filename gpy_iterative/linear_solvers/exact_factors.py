@@ -13,16 +13,8 @@ from gpy_iterative.linear_solvers.low_rank import LowRankFactor, low_rank_parts
 class ExactFactor(Protocol):
     """A factor of H [*b, n, n]."""
 
-    def dim(self) -> int:
-        """The number of dimensions of H."""
-        ...
-
     def solve(self, rhs: Tensor) -> Tensor:
         """H^-1 rhs for [*b, n, s]."""
-        ...
-
-    def whiten(self, rhs: Tensor) -> Tensor:
-        """W rhs [*b, k, s] in float64, with W^T W = H^-1."""
         ...
 
     def logdet(self) -> Tensor:

@@ -42,22 +42,18 @@ class LowRankFactor(LowRankPlusDiagonal):
         super().__init__(root.detach().double(), noise.detach().double())
         self.dtype = root.dtype
 
-    def dim(self) -> int:
-        """The number of dimensions of H."""
-        return self.factor.dim()
-
     def solve(self, rhs: Tensor) -> Tensor:
         """H^-1 rhs for [*b, n, s]."""
         return super().solve(rhs.double()).to(self.dtype)
 
-    def whiten(self, rhs: Tensor) -> Tensor:
-        """W rhs [*b, r + n, s] in float64, with W^T W = H^-1.
+    def basis(self) -> Tensor:
+        """A [*b, n, r] with |A^T k|^2 = k^T H^-1 k for every k in the span of R, as all columns of K(X, x) are.
 
-        Least squares, min |d^-1/2 (v - R c)|^2 + |c|^2, so that nothing cancels.
+        A = d^-1/2 U (I + S^2)^-1/2 for d^-1/2 R = U S V^T, so that nothing cancels.
         """
-        rhs, diagonal = rhs.double(), self.diagonal.unsqueeze(-1)
-        coefficients = self._inner_solve(self._projected(rhs / diagonal))
-        return torch.cat([coefficients, (rhs - self.factor @ coefficients) / diagonal.sqrt()], dim=-2)
+        root = self.diagonal.sqrt().unsqueeze(-1)
+        left, values, _ = torch.linalg.svd(self.factor / root, full_matrices=False)
+        return left / root / (1 + values.square()).sqrt().unsqueeze(-2)
 
     def logdet(self) -> Tensor:
         """The log-determinant of H [*b]."""

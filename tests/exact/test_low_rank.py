@@ -11,6 +11,7 @@ from linear_operator.operators import RootLinearOperator
 from torch import Tensor
 
 import gpy_iterative as gpi
+from gpy_iterative.exact.prediction.projection import GalerkinProjection
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from tests.exact.gaussian_models import Regression
 
@@ -99,6 +100,9 @@ def test_predictions_are_those_of_dense_algebra(kernel: MakesKernel) -> None:
     more = posterior.condition_on_observations(new[:2], mean[:2].detach())
     torch.testing.assert_close(more(new).mean, mean, rtol=1e-3, atol=1e-3)
     assert (more(new).variance[:2] < variance[:2]).all()
+    projection = posterior.solves.projection()
+    assert isinstance(projection, GalerkinProjection)
+    assert projection.basis.shape[-1] <= 16  # features: a variance costs as many multiply-adds as a mean, not n
 
 
 @pytest.mark.parametrize("kernel", [_inducing_points, _features])

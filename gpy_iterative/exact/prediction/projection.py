@@ -32,8 +32,8 @@ from gpy_iterative.exact.prediction.local_part import ROUNDING_ERRORS, LocalPart
 from gpy_iterative.linear_operators.extensions import dense, far_field_error
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
 from gpy_iterative.linear_solvers.base import product_rounding
-from gpy_iterative.linear_solvers.cholesky import ADVICE
-from gpy_iterative.linear_solvers.exact_factors import ExactFactor
+from gpy_iterative.linear_solvers.cholesky import ADVICE, CholeskyFactor
+from gpy_iterative.linear_solvers.kronecker import KroneckerFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
 #: With a far field neighbours matter most, and blocks [n, rank] are limited.
@@ -49,7 +49,7 @@ LEAST_EXPLAINED = 0.1
 class Projection(ABC):
     """Predictive covariances. K(x, X) is [*batch, t, n] or one list [batch * t, n]."""
 
-    local: LocalPart | None  # None where A A^T = H^-1
+    local: LocalPart | None  # None where |A^T k_x|^2 = k_x^T H^-1 k_x
     dtype: torch.dtype
 
     @property
@@ -99,7 +99,7 @@ class Projection(ABC):
 class ExactProjection(Projection):
     """All data: A A^T = H^-1."""
 
-    factor: ExactFactor
+    factor: CholeskyFactor | KroneckerFactor
     observed: Tensor | None = None  # [n]
     local: ClassVar[None] = None
     dtype: ClassVar[torch.dtype] = torch.float64

@@ -20,6 +20,7 @@ from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.linear_solvers.exact_factors import ExactFactor, structure
+from gpy_iterative.linear_solvers.low_rank import LowRankFactor
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus, warn_of
 from gpy_iterative.random_numbers import normal
 from gpy_iterative.spectral.densities import Draws
@@ -169,7 +170,11 @@ class TrainingSolves:
         system = self.system
         with self._lock:
             if self._projection is None and self._is_exact:
-                self._projection = ExactProjection(self.cholesky(), system.observed)
+                factor = self.cholesky()
+                if isinstance(factor, LowRankFactor):
+                    self._projection = GalerkinProjection(scatter_rows(factor.basis(), system.observed), None)
+                else:
+                    self._projection = ExactProjection(factor, system.observed)
             elif self._projection is None:
                 self._projection = self._recipe.build(system.operator, system.observed)
             return self._projection
