@@ -105,6 +105,20 @@ def test_predictions_are_those_of_dense_algebra(kernel: MakesKernel) -> None:
     assert projection.basis.shape[-1] <= 16  # features: a variance costs as many multiply-adds as a mean, not n
 
 
+def test_variances_at_all_data_are_those_at_each() -> None:
+    """There an InducingPointKernel adds to K(x, X) what its features leave of the variance, as if it were K(X, X)."""
+    model, likelihood = made(_inducing_points, 80)
+    model.covar_module.base_kernel.base_kernel.lengthscale = 0.3
+    x = model.train_inputs[0]
+    posterior = gpi.prediction.PathwisePosterior(model, likelihood)
+    found = posterior(x)
+    torch.testing.assert_close(found.variance, torch.cat([posterior(x[:40]).variance, posterior(x[40:]).variance]))
+    torch.testing.assert_close(found.covariance_matrix.diagonal(), found.variance)
+    model.eval()
+    with gpytorch.settings.debug(False):
+        torch.testing.assert_close(found.variance, model(x).variance)
+
+
 @pytest.mark.parametrize("kernel", [_inducing_points, _features])
 def test_a_fit_is_exact_beyond_exact_sizes(kernel: MakesKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpy_iterative.linear_solvers.default.EXACT_BELOW", 50)

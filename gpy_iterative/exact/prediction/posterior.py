@@ -10,7 +10,7 @@ from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
-from linear_operator.operators import ZeroLinearOperator
+from linear_operator.operators import LowRankRootAddedDiagLinearOperator, ZeroLinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_instance, check_number, generator_or_seed
@@ -190,6 +190,9 @@ class PathwisePosterior:
         mean = mean + update.reshape(*torch.broadcast_shapes(mean.shape, test_test.shape[:-1]))
         if gpytorch.settings.skip_posterior_variances.on():
             return mean, ZeroLinearOperator(*test_test.shape, dtype=mean.dtype, device=mean.device)
+        if isinstance(test_train, LowRankRootAddedDiagLinearOperator):
+            # K(X, X) of an InducingPointKernel: variances at data are those of its features, as beside them, and in GPyTorch.
+            test_train = test_train._linear_op
         covariance = PosteriorCovarianceLinearOperator(test_test, test_train, source=solves, progress=self._progress)
         return mean, covariance
 
