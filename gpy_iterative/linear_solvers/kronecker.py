@@ -28,7 +28,7 @@ def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[LinearOperator, 
         return None
     if not is_independent:
         return points, tasks, noises[0]
-    noise = operator.noise.view(-1, tasks.shape[-1])
+    noise = operator.noise.reshape(-1, tasks.shape[-1])
     return (points, tasks, operator.noise) if bool((noise == noise[:1]).all()) else None
 
 
