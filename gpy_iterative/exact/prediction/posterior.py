@@ -191,7 +191,7 @@ class PathwisePosterior:
         if gpytorch.settings.skip_posterior_variances.on():
             return mean, ZeroLinearOperator(*test_test.shape, dtype=mean.dtype, device=mean.device)
         if isinstance(test_train, LowRankRootAddedDiagLinearOperator):
-            # K(X, X) of an InducingPointKernel: variances at data are those of its features, as beside them, and in GPyTorch.
+            # K(X, X) of an InducingPointKernel: variances at data are those of its features, as in GPyTorch.
             test_train = test_train._linear_op
         covariance = PosteriorCovarianceLinearOperator(test_test, test_train, source=solves, progress=self._progress)
         return mean, covariance
