@@ -136,7 +136,12 @@ def matrix_derivative(operator: LinearOperator, weights: Tensor) -> tuple[Tensor
         derivatives = matrix_derivative(base, weights * constant.unsqueeze(-1).unsqueeze(-1))
         if not constant.requires_grad:
             return (*derivatives, None)
-        return (*derivatives, (weights * base.to_dense()).sum((-2, -1)).sum_to_size(constant.shape))
+        root = to_dense(base.root) if isinstance(base, RootLinearOperator) else None
+        total = weights * base.to_dense() if root is None else root * (weights @ root)
+        return (*derivatives, total.sum((-2, -1)).sum_to_size(constant.shape))
+    if isinstance(operator, RootLinearOperator):
+        root = to_dense(operator.root)
+        return matrix_derivative(operator.root, weights @ root + weights.mT @ root)
     if isinstance(operator, BlockInterleavedLinearOperator):
         return matrix_derivative(operator.base_linear_op, function_blocks(weights, operator.num_blocks))
     identity = torch.eye(operator.shape[-1], dtype=weights.dtype, device=weights.device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from gpytorch import kernels
 from linear_operator import LinearOperator, to_linear_operator
+from linear_operator.operators import ConstantMulLinearOperator, RootLinearOperator
 
 from gpy_iterative.linear_operators import (
     GenericKernelLinearOperator,
@@ -70,6 +71,10 @@ CASES: dict[str, Callable[[], LinearOperator]] = {
     "functions with one kernel": lambda: latent_operator(radial(columns=6), 3, shared=True),
     "functions with their own kernels": lambda: latent_operator(radial(3, columns=6), 3, shared=False),
     "functions with one of a batch": lambda: latent_operator(radial(1), 3, shared=False),
+    "root": lambda: RootLinearOperator(points(13, 2)),
+    "scaled roots of a batch": lambda: ConstantMulLinearOperator(
+        RootLinearOperator(points(2, 13, 2)), torch.tensor([1.3, 0.4], dtype=torch.float64, requires_grad=True)
+    ),
     "structured with noise": lambda: NoisyLinearOperator(kronecker(), noise(12)),
 }
 
