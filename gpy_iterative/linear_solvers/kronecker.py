@@ -10,6 +10,7 @@ from gpy_iterative.preconditioners.task_noise import kronecker_terms
 
 #: Points up to which eigenvectors cost less than a dense factor or a solve.
 MOST_POINTS = 1500
+SINGULAR = "The kernel with the noise of the tasks is not positive definite: keep the noise away from zero."
 
 
 def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[LinearOperator, Tensor, Tensor] | None:
@@ -33,26 +34,35 @@ def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[LinearOperator, 
 
 
 class KroneckerFactor:
-    """H = C^-T (L x M + I) C^-1 with C = U x W: U, L are those of K, and W^T N W = I, W^T B W = M. In float64."""
+    """H = C^-T (L x M + I x D) C^-1 with C = U x W, in float64: U, L are those of K, and W^T B W = M, W^T N W = D.
+
+    W whitens the mean block of a datum, N + k B, so that k M = I - D: N alone may be singular, or lose digits.
+    """
 
     def __init__(self, points: LinearOperator, tasks: Tensor, noise: Tensor) -> None:
         matrix, noise = to_dense(points).detach(), noise.detach().double()
         self.dtype = matrix.dtype  # of results
         self._points, self._tasks = matrix.double(), tasks.detach().double()
         self._is_independent = noise.dim() == 1
-        root, info = torch.linalg.cholesky_ex(noise[: len(tasks)].diag() if self._is_independent else noise)
+        noise = noise[: len(tasks)].diag() if self._is_independent else noise
         if not all(bool(torch.isfinite(each).all()) for each in (self._points, self._tasks, noise)):
             raise NonFiniteError(
                 "A kernel matrix or covariance of tasks is not finite: check data and hyperparameters."
             )
+        variance = self._points.diagonal().mean()
+        variance = torch.where(variance > 0, variance, 1)
+        root, info = torch.linalg.cholesky_ex(noise + variance * self._tasks)
         if info:
-            raise NotPositiveDefiniteError("The noise of the tasks is not positive definite: keep it away from zero.")
+            raise NotPositiveDefiniteError(SINGULAR)
         inverse = torch.linalg.inv(root)
         values, self._basis = torch.linalg.eigh(self._points)
-        of_tasks, vectors = torch.linalg.eigh(inverse @ self._tasks @ inverse.mT)
-        self._values, self._of_tasks = values.clamp_min(0), of_tasks.clamp_min(0)
+        of_noise, vectors = torch.linalg.eigh(inverse @ noise @ inverse.mT)
+        self._values, of_noise = values.clamp_min(0), of_noise.clamp(0, 1)
+        self._of_tasks = (1 - of_noise) / variance
         self._tasks_basis = inverse.mT @ vectors
-        self._eigenvalues = 1 + torch.outer(self._values, self._of_tasks)
+        self._eigenvalues = torch.outer(self._values, self._of_tasks) + of_noise
+        if not bool((self._eigenvalues > 0).all()):
+            raise NotPositiveDefiniteError(SINGULAR)
         self._logdet = self._eigenvalues.log().sum() + 2 * len(matrix) * root.diagonal().log().sum()
 
     def dim(self) -> int:

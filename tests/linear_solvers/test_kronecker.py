@@ -68,6 +68,27 @@ def test_score(correlated: bool) -> None:
     torch.testing.assert_close(factor.score(factor.solve(y.unsqueeze(-1))), expected)
 
 
+@pytest.mark.parametrize("least", [1e-6, 1e-12, 0.0])
+def test_a_sum_of_tasks_may_have_hardly_any_noise(least: float) -> None:
+    """H is well conditioned."""
+    points, tasks, y = covariance(POINTS, 2 * POINTS), covariance(TASKS, TASKS), drawn(POINTS * TASKS, 1)
+    vectors = torch.linalg.qr(drawn(TASKS, TASKS)).Q
+    noise = vectors * torch.tensor([least, 0.1, 1.0], dtype=torch.float64) @ vectors.mT
+    dense = torch.kron(points, tasks) + torch.kron(torch.eye(POINTS, dtype=torch.float64), noise)
+    factor = KroneckerFactor(to_linear_operator(points), tasks, noise)
+    torch.testing.assert_close(factor.solve(y), torch.linalg.solve(dense, y), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(factor.logdet(), torch.logdet(dense), rtol=1e-9, atol=1e-9)
+
+
+def test_a_kernel_of_zeros() -> None:
+    points, tasks, noise = torch.zeros(POINTS, POINTS).double(), covariance(TASKS, 2), covariance(TASKS, TASKS)
+    y = drawn(POINTS * TASKS, 1)
+    dense = torch.kron(torch.eye(POINTS, dtype=torch.float64), noise)
+    factor = KroneckerFactor(to_linear_operator(points), tasks, noise)
+    torch.testing.assert_close(factor.solve(y), torch.linalg.solve(dense, y))
+    torch.testing.assert_close(factor.logdet(), torch.logdet(dense))
+
+
 @pytest.mark.parametrize("name", ["multitask", "multitask-low-rank-noise"])
 def test_a_model_of_several_outputs_is_exact_beyond_exact_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no dense matrix of all data."""
@@ -130,3 +151,5 @@ def test_what_has_no_factor() -> None:
         KroneckerFactor(points, tasks * torch.inf, noise)
     with pytest.raises(NotPositiveDefiniteError, match="noise of the tasks"):
         KroneckerFactor(points, tasks, torch.zeros(POINTS * TASKS).double())
+    with pytest.raises(NotPositiveDefiniteError, match="noise of the tasks"):
+        KroneckerFactor(points, torch.ones(TASKS, TASKS).double(), torch.zeros(TASKS, TASKS).double())
