@@ -1,4 +1,4 @@
-"""One training step of composite models, ours and GPyTorch's: two outputs in four ways, space and time, a grid, features.
+"""One training step of composite models, ours and GPyTorch's: several outputs in five ways, space and time, a grid, features.
 
 The points of space and time are random, or those of stations on most days.
 """
@@ -32,7 +32,7 @@ from benchmarks.command_line import (
 )
 from benchmarks.runner import Outcome, contender
 
-OUTPUTS, DAYS, INDUCING_POINTS = 2, 120, 200
+OUTPUTS, MANY_OUTPUTS, DAYS, INDUCING_POINTS = 2, 10, 120, 200
 
 
 class SeveralOutputs(gpytorch.models.ExactGP):
@@ -40,9 +40,10 @@ class SeveralOutputs(gpytorch.models.ExactGP):
 
     def __init__(self, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
         super().__init__(x, y, likelihood)
-        self.mean_module = gpytorch.means.MultitaskMean(gpytorch.means.ConstantMean(), num_tasks=OUTPUTS)
+        num_tasks = y.shape[-1]
+        self.mean_module = gpytorch.means.MultitaskMean(gpytorch.means.ConstantMean(), num_tasks=num_tasks)
         self.covar_module = kernels.MultitaskKernel(
-            kernels.MaternKernel(nu=2.5, ard_num_dims=x.shape[-1]), num_tasks=OUTPUTS, rank=1
+            kernels.MaternKernel(nu=2.5, ard_num_dims=x.shape[-1]), num_tasks=num_tasks, rank=1
         )
 
     def forward(self, x: Tensor) -> MultivariateNormal:
@@ -129,6 +130,14 @@ def data(n: int) -> tuple[Tensor, Tensor]:
     return x, clean + 0.1 * torch.randn(n, OUTPUTS, generator=generator)
 
 
+def many_outputs(n: int) -> tuple[Tensor, Tensor]:
+    """Targets [n, 10]."""
+    x, y = data(n)
+    generator = torch.Generator().manual_seed(1)
+    mixed = y @ torch.randn(OUTPUTS, MANY_OUTPUTS, generator=generator)
+    return x, mixed + 0.1 * torch.randn(n, MANY_OUTPUTS, generator=generator)
+
+
 def listed(n: int) -> tuple[Tensor, Tensor]:
     """A row for every target of `data`."""
     x, y = data(n)
@@ -162,6 +171,7 @@ _OF_ALL_TASKS = partial(MultitaskGaussianLikelihood, num_tasks=OUTPUTS)
 #: Model, likelihood and data.
 MODELS: dict[str, tuple[type[gpytorch.models.ExactGP], Callable[[], Likelihood], Callable[[int], Any]]] = {
     "MultitaskKernel": (SeveralOutputs, _OF_ALL_TASKS, data),
+    "MultitaskKernel, ten outputs": (SeveralOutputs, partial(MultitaskGaussianLikelihood, MANY_OUTPUTS), many_outputs),
     "MultitaskKernel, correlated noise": (SeveralOutputs, partial(_OF_ALL_TASKS, rank=1), data),
     "independent": (IndependentOutputs, _OF_ALL_TASKS, data),
     "IndexKernel": (TasksOfRows, GaussianLikelihood, listed),

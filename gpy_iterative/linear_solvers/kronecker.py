@@ -8,8 +8,8 @@ from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.preconditioners.task_noise import kronecker_terms
 
-#: Points up to which eigenvectors cost less than a dense factor or a solve.
-MOST_POINTS = 1500
+#: Eigenvectors cost less than a dense factor up to so many rows, and less than most solves up to so many points.
+MOST_ROWS, MOST_POINTS = 3000, 1000
 SINGULAR = "The kernel with the noise of the tasks is not positive definite: keep the noise away from zero."
 
 
@@ -25,7 +25,8 @@ def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[LinearOperator, 
     if len(kernels) != 1 or len(noises) != 1 - is_independent:
         return None
     points, tasks = kernels[0]
-    if points.shape[-1] > MOST_POINTS or tasks.shape[-1] == 1:
+    is_large = operator.shape[-1] > MOST_ROWS and points.shape[-1] > MOST_POINTS
+    if is_large or tasks.shape[-1] == 1:
         return None
     if not is_independent:
         return points, tasks, noises[0]
