@@ -1,4 +1,4 @@
-"""One training step of composite models, ours and GPyTorch's: several outputs in five ways, space and time, a grid, features.
+"""One training step of composite models, ours and GPyTorch's: several outputs, space and time, a grid, features.
 
 The points of space and time are random, or those of stations on most days.
 """
