@@ -219,7 +219,7 @@ def composite(
     only: Annotated[list[str] | None, names_of(NAMES, "Contenders, by name.")] = None,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
-    """Seconds and memory of one training step with two outputs, a product of kernels, a grid, or features."""
+    """Seconds and memory of one training step with several outputs, a product of kernels, a grid, or features."""
     outcomes = run_contenders("composite", only or NAMES, threads=threads, n=n, steps=steps)
     succeeded_or_exit(outcomes)
     show(

@@ -75,14 +75,12 @@ class DensityEstimate(Estimate):
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         check_estimated("solve for y - mean", self.weights)
         result = surrogate(operator, self.value, self.left, self.right)
-        if residual.requires_grad:
-            result = with_derivatives(result, [(residual, -self.weights)])
+        pairs = [(residual, -self.weights)] if residual.requires_grad else []
         moving = [tensor for tensor in operator.representation() if tensor.requires_grad]
-        if self.control is None or not moving:
-            return result
-        # Not in the backward pass, which would keep the control variate's factors as long as the loss.
-        score = list(zip(moving, self.control.mean_score(operator), strict=True))
-        return result + with_derivatives(torch.zeros_like(result), score)
+        if self.control is not None and moving:
+            # Not in the backward pass, which would keep the control variate's factors as long as the loss.
+            pairs += zip(moving, self.control.mean_score(operator), strict=True)
+        return with_derivatives(result, pairs) if pairs else result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +101,7 @@ class ExactEstimate(Estimate):
                 pairs.append((part, derivative))
             else:
                 result = surrogate(part, result, derivative)
-        moving = [(tensor, derivative) for tensor, derivative in pairs if tensor.requires_grad]
-        return with_derivatives(result, moving) if moving else result
+        return with_derivatives(result, pairs)
 
 
 def check_estimated(name: str, tensor: Tensor) -> None:

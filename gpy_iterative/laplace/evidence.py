@@ -68,10 +68,9 @@ class ObjectiveEstimate:
         kernels = function_kernels(operator)
         if kernels is not None and left.dim() == 3:
             operator, left = kernels, left.sum_to_size(kernels.shape)
-        right, mean = None if self.right is None else self.right.to(dtype), prior.mean.flatten()
+        right = None if self.right is None else self.right.to(dtype)
         value = surrogate(operator, self.value.to(dtype), left.to(dtype), right)
-        if mean.requires_grad:
-            value = with_derivatives(value, [(mean, self.mean_weights.to(dtype))])
+        value = with_derivatives(value, [(prior.mean.flatten(), self.mean_weights.to(dtype))])
         if torch.is_grad_enabled() and self.diagonal is not None:
             value = value + _gradient_alone((self.diagonal * prior.point_blocks().double()).sum()).to(dtype)
         if torch.is_grad_enabled() and likelihood.has_parameters:

@@ -46,8 +46,12 @@ class _GivenGradient(torch.autograd.Function):
 
 
 def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """A value [*b] with gradient: pairs of a tensor [*b, ...] or [...] and the derivative by it [*b, ...]."""
-    tensors, derivatives = zip(*pairs, strict=True)
+    """A value [*b] with gradient: pairs of a tensor [*b, ...] or [...] and the derivative by it [*b, ...].
+
+    Tensors without a gradient are left out.
+    """
+    moving = [(tensor, derivative) for tensor, derivative in pairs if tensor.requires_grad]
+    tensors, derivatives = [tensor for tensor, _ in moving], [derivative for _, derivative in moving]
     return _GivenGradient.apply(value, partial(_scaled, [tensor.shape for tensor in tensors]), derivatives, *tensors)
 
 

@@ -96,9 +96,8 @@ def as_columns(rhs: Tensor, dims: int) -> Tensor:
 
 
 def from_columns(columns: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `as_columns`, with any number of rows."""
+    """The inverse of `as_columns`."""
     extra = like.dim() - columns.dim()
     if extra <= 0:
         return columns
-    by_member = columns.unflatten(-1, (like.shape[-1], like.shape[:extra].numel())).movedim(-1, 0)
-    return by_member.unflatten(0, like.shape[:extra])
+    return columns.unflatten(-1, (like.shape[-1], like.shape[:extra].numel())).movedim(-1, 0).reshape(like.shape)
