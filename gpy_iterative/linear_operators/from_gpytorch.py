@@ -42,6 +42,7 @@ from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOpe
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_operators.radial_inputs import (
     active_inputs,
+    by_input,
     is_smooth_product,
     radial_factors,
     value_dtype,
@@ -164,10 +165,11 @@ def operator_of_kernel(
         parts = [(part, active_inputs(part, x1), active_inputs(part, x2)) for part in kernel.kernels]
         return _sum([operator_of_kernel(*part, products, cache.part(str(i))) for i, part in enumerate(parts)])
     factors, axes = radial_factors(kernel, x1, x2), []
-    if len(factors) > 1:
+    if factors:
         may_have_axes = x2 is None and x1.dim() == 2 and not x1.requires_grad and products.backend != "keops"
-        axes = axes_of([factor.points for factor in factors]) if may_have_axes else []
-        factors = factors if axes else with_one_gaussian(factors)
+        singles = by_input(factors) if may_have_axes else factors
+        axes = axes_of([factor.points for factor in singles]) if len(singles) > 1 and may_have_axes else []
+        factors = singles if axes else with_one_gaussian(factors)
     if len(factors) == 1 or (factors and products.backend != "keops"):
         if x1.requires_grad:
             # Learned inputs need derivatives by single points, which grids and far fields do not give (accurately).

@@ -22,6 +22,8 @@ _Factor = tuple[kernels.Kernel, Tensor, Tensor | None]
 
 #: Inputs whose median is the origin of a radial kernel.
 CENTRE_ROWS = 256
+#: An RBF kernel of more inputs is not looked at as a product of kernels of single ones.
+MOST_GRID_INPUTS = 3
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,20 @@ def radial_factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> lis
     return [replace(found[0], outputscales=outputscales), *found[1:]]
 
 
+def by_input(factors: Sequence[RadialInputs]) -> list[RadialInputs]:
+    """The same product, whose RBF factors of few inputs are one of each input: a grid of them may have cheap products."""
+    found = []
+    for factor in factors:
+        columns = factor.x1.shape[-1]
+        if factor.function is RBF and not factor.angles and 1 < columns <= MOST_GRID_INPUTS:
+            x2 = [None] * columns if factor.x2 is None else factor.x2.split(1, dim=-1)
+            parts = zip(factor.points.split(1, dim=-1), factor.x1.split(1, dim=-1), x2, strict=True)
+            found += [RadialInputs(points, x1, x2, RBF) for points, x1, x2 in parts]
+        else:
+            found.append(factor)
+    return [replace(found[0], outputscales=factors[0].outputscales), *found[1:]]
+
+
 def with_one_gaussian(factors: Sequence[RadialInputs]) -> list[RadialInputs]:
     """The same product, whose RBF and periodic factors are one of all their inputs."""
     is_gaussian = lambda factor: factor.function is RBF
@@ -102,6 +118,8 @@ def _factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> tuple[lis
     if type(kernel) is kernels.ScaleKernel:
         factors, outputscales = _factors(kernel.base_kernel, x1, x2)
         return factors, (kernel.outputscale, *outputscales)
+    if type(kernel) is kernels.GridKernel:  # as at points beside its grid
+        return _factors(kernel.base_kernel, x1, x2)
     if type(kernel) is not kernels.ProductKernel:
         return [(kernel, x1, x2)], ()
     parts = [_factors(part, active_inputs(part, x1), active_inputs(part, x2)) for part in kernel.kernels]

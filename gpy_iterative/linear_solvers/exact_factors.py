@@ -1,6 +1,7 @@
 """Systems whose structure has an exact factor at a fraction of the cost of a dense one."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from linear_operator import LinearOperator
@@ -31,5 +32,8 @@ def structure(operator: LinearOperator | Tensor) -> tuple[Callable[..., ExactFac
     parts = low_rank_parts(operator)
     if parts is not None:
         return LowRankFactor, parts
-    parts = kronecker_parts(operator)
-    return None if parts is None else (KroneckerFactor, parts)
+    found = kronecker_parts(operator)
+    if found is None:
+        return None
+    parts, cells = found
+    return partial(KroneckerFactor, cells=cells), parts

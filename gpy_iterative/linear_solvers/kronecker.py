@@ -1,70 +1,97 @@
-"""Exact factors for complete data of several outputs, H = K x B + I x N, by eigenvectors of K and B."""
+"""Exact factors of Kronecker products with noise, H = K_1 x K_2 x ... x B + I x N, by eigenvectors of all factors.
+
+K_1, K_2, ... are the kernels of the axes of a complete grid, or one kernel of all points; B and N are covariances of tasks.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from linear_operator import LinearOperator, to_dense
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
+from gpy_iterative.linear_operators.extensions import sum_terms
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.preconditioners.task_noise import kronecker_terms
 
-#: Eigenvectors cost less than a dense factor up to so many rows, and less than most solves up to so many points.
+#: Eigenvectors cost less than a dense factor up to so many rows, and less than most solves up to so many inputs of an axis.
 MOST_ROWS, MOST_POINTS = 3000, 1000
 SINGULAR = "The kernel with the noise of the tasks is not positive definite: keep the noise away from zero."
 
 
-def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[LinearOperator, Tensor, Tensor] | None:
-    """K [n, n], B [T, T], and the noise, N [T, T] or variances [n T], with graph; None for other systems."""
+def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[tuple[LinearOperator | Tensor, ...], Tensor | None] | None:
+    """(K_1, ..., B [T, T], noise), with graph, and each point's cell in the grid [n] or None; None for other systems.
+
+    The noise is N [T, T] or variances [n T].
+    """
     if not isinstance(operator, LinearOperator) or operator.batch_shape:
         return None
     is_independent = isinstance(operator, NoisyLinearOperator)
-    found = kronecker_terms(operator.kernel if is_independent else operator)
-    if found is None:
-        return None
-    kernels, noises = found
+    kernels, noises = _terms(operator.kernel if is_independent else operator)
     if len(kernels) != 1 or len(noises) != 1 - is_independent:
         return None
     points, tasks = kernels[0]
-    is_large = operator.shape[-1] > MOST_ROWS and points.shape[-1] > MOST_POINTS
-    if is_large or tasks.shape[-1] == 1:
+    grid = points.complete_grid() if isinstance(points, RadialProductLinearOperator) else None
+    axes, cells = ([points], None) if grid is None else grid
+    is_large = operator.shape[-1] > MOST_ROWS and max(axis.shape[-1] for axis in axes) > MOST_POINTS
+    if is_large or (grid is None and tasks.shape[-1] == 1):
         return None
     if not is_independent:
-        return points, tasks, noises[0]
+        return (*axes, tasks, noises[0]), cells
     noise = operator.noise.reshape(-1, tasks.shape[-1])
-    return (points, tasks, operator.noise) if bool((noise == noise[:1]).all()) else None
+    return ((*axes, tasks, operator.noise), cells) if bool((noise == noise[:1]).all()) else None
+
+
+def _terms(operator: LinearOperator) -> tuple[list[tuple[LinearOperator, Tensor]], list[Tensor]]:
+    """(K_k, B_k), and the terms of N; a kernel of one output has B = 1."""
+    found = kronecker_terms(operator)
+    if found is not None:
+        return found
+    one = torch.ones(1, 1, dtype=operator.dtype, device=operator.device)
+    return [(term, factor * one) for term, factor in sum_terms(operator)], []
 
 
 class KroneckerFactor:
     """H = C^-T (L x M + I x D) C^-1 with C = U x W, in float64: U, L are those of K, and W^T B W = M, W^T N W = D.
 
     W whitens the mean block of a datum, N + k B, so that k M = I - D: N alone may be singular, or lose digits.
+
+    Args:
+        parts: K_1, ..., B, noise; see `kronecker_parts`.
+        cells: of the points; None: they have the order of K_1 x K_2 x ...
     """
 
-    def __init__(self, points: LinearOperator, tasks: Tensor, noise: Tensor) -> None:
-        matrix, noise = to_dense(points).detach(), noise.detach().double()
-        self.dtype = matrix.dtype  # of results
-        self._points, self._tasks = matrix.double(), tasks.detach().double()
+    def __init__(self, *parts: LinearOperator | Tensor, cells: Tensor | None = None) -> None:
+        axes, (tasks, noise) = [to_dense(part).detach() for part in parts[:-2]], parts[-2:]
+        self.dtype, self._cells = axes[0].dtype, cells  # the dtype of results
+        self._axes = [axis.double() for axis in axes]
+        self._tasks, noise = tasks.detach().double(), noise.detach().double()
         self._is_independent = noise.dim() == 1
         noise = noise[: len(tasks)].diag() if self._is_independent else noise
-        if not all(bool(torch.isfinite(each).all()) for each in (self._points, self._tasks, noise)):
+        if not all(bool(torch.isfinite(each).all()) for each in (*self._axes, self._tasks, noise)):
             raise NonFiniteError(
                 "A kernel matrix or covariance of tasks is not finite: check data and hyperparameters."
             )
-        variance = self._points.diagonal().mean()
+        variance = math.prod(axis.diagonal().mean() for axis in self._axes)
         variance = torch.where(variance > 0, variance, 1)
         root, info = torch.linalg.cholesky_ex(noise + variance * self._tasks)
         if info:
             raise NotPositiveDefiniteError(SINGULAR)
         inverse = torch.linalg.inv(root)
-        values, self._basis = torch.linalg.eigh(self._points)
+        values, self._bases = zip(*map(torch.linalg.eigh, self._axes), strict=True)
         of_noise, vectors = torch.linalg.eigh(inverse @ noise @ inverse.mT)
-        self._values, of_noise = values.clamp_min(0), of_noise.clamp(0, 1)
+        of_noise = of_noise.clamp(0, 1)
+        self._values = [each.clamp_min(0) for each in values]
         self._of_tasks = (1 - of_noise) / variance
         self._tasks_basis = inverse.mT @ vectors
-        self._eigenvalues = torch.outer(self._values, self._of_tasks) + of_noise
+        self._eigenvalues = _outer([*self._values, self._of_tasks]) + of_noise  # [*sizes, T]
         if not bool((self._eigenvalues > 0).all()):
             raise NotPositiveDefiniteError(SINGULAR)
-        self._logdet = self._eigenvalues.log().sum() + 2 * len(matrix) * root.diagonal().log().sum()
+        num_points = self._eigenvalues.numel() // len(tasks)
+        self._logdet = self._eigenvalues.log().sum() + 2 * num_points * root.diagonal().log().sum()
 
     def dim(self) -> int:
         """The number of dimensions of H."""
@@ -72,31 +99,62 @@ class KroneckerFactor:
 
     def solve(self, rhs: Tensor) -> Tensor:
         """H^-1 rhs for [n T, s]."""
-        rotated = _rotated(self._basis.mT, self._tasks_basis.mT, rhs) / self._eigenvalues.flatten().unsqueeze(-1)
-        return _rotated(self._basis, self._tasks_basis, rotated).to(self.dtype)
+        rotated = self._rotated(rhs) / self._eigenvalues.unsqueeze(-1)
+        return self._flat(_multiplied([*self._bases, self._tasks_basis], rotated)).to(self.dtype)
 
     def whiten(self, rhs: Tensor) -> Tensor:
         """W rhs [n T, s] in float64, with W^T W = H^-1."""
-        return _rotated(self._basis.mT, self._tasks_basis.mT, rhs) / self._eigenvalues.flatten().sqrt().unsqueeze(-1)
+        return (self._rotated(rhs) / self._eigenvalues.sqrt().unsqueeze(-1)).flatten(0, -2)
 
     def logdet(self) -> Tensor:
         """The log-determinant of H."""
         return self._logdet.to(self.dtype)
 
     def score(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """Derivatives of log N(y; 0, H) by the parts of `kronecker_parts`, for weights H^-1 y [n T, 1]."""
-        a, inverse = weights.double().view(len(self._points), -1), 1 / self._eigenvalues
-        u, w = self._basis, self._tasks_basis
-        by_points = a @ self._tasks @ a.mT - (u * (inverse @ self._of_tasks)) @ u.mT
-        by_tasks = a.mT @ self._points @ a - (w * (self._values @ inverse)) @ w.mT
+        """Derivatives of log N(y; 0, H) by the parts, for weights H^-1 y [n T, 1]."""
+        a, inverse = self._cell_entries(weights), 1 / self._eigenvalues
+        matrices, bases, values = [*self._axes, self._tasks], [*self._bases, self._tasks_basis], self._values
+        spectra = [*values, self._of_tasks]
+        found = []
+        for number, basis in enumerate(bases):
+            others = [matrix if place != number else None for place, matrix in enumerate(matrices)]
+            along = [cells.movedim(number, 0).flatten(1) for cells in (a, _multiplied(others, a))]
+            of_others = _outer([each if place != number else torch.ones_like(each) for place, each in enumerate(spectra)])
+            traces = (of_others * inverse).movedim(number, 0).flatten(1).sum(1)
+            found.append(along[0] @ along[1].mT - (basis * traces) @ basis.mT)
         if self._is_independent:
-            by_noise = (a.square() - u.square() @ inverse @ w.mT.square()).flatten()
+            variances = _multiplied([basis.square() for basis in bases], inverse.unsqueeze(-1))
+            found.append(self._flat(a.square() - variances).flatten())
         else:
-            by_noise = a.mT @ a - (w * inverse.sum(0)) @ w.mT
-        return tuple(0.5 * part.to(self.dtype) for part in (by_points, by_tasks, by_noise))
+            a, w = a.flatten(0, -3).squeeze(-1), self._tasks_basis
+            found.append(a.mT @ a - (w * inverse.flatten(0, -2).sum(0)) @ w.mT)
+        return tuple(0.5 * part.to(self.dtype) for part in found)
+
+    def _cell_entries(self, rhs: Tensor) -> Tensor:
+        """[n T, s] as cells [*sizes, T, s], in float64."""
+        by_point = rhs.double().unflatten(0, (-1, len(self._tasks)))
+        if self._cells is not None:
+            by_point = torch.empty_like(by_point).index_copy_(0, self._cells, by_point)
+        return by_point.unflatten(0, [len(axis) for axis in self._axes])
+
+    def _flat(self, cells: Tensor) -> Tensor:
+        """The inverse of `_cell_entries`."""
+        by_point = cells.flatten(0, -3)
+        return (by_point if self._cells is None else by_point[self._cells]).flatten(0, 1)
+
+    def _rotated(self, rhs: Tensor) -> Tensor:
+        bases = [basis.mT for basis in (*self._bases, self._tasks_basis)]
+        return _multiplied(bases, self._cell_entries(rhs))
 
 
-def _rotated(points: Tensor, tasks: Tensor, rhs: Tensor) -> Tensor:
-    """(points x tasks) rhs [n T, s], in float64."""
-    mixed = tasks @ rhs.double().unflatten(0, (len(points), -1))
-    return (points @ mixed.flatten(1)).unflatten(1, mixed.shape[1:]).flatten(0, 1)
+def _outer(vectors: Sequence[Tensor]) -> Tensor:
+    return reduce(lambda left, right: left.unsqueeze(-1) * right, vectors)
+
+
+def _multiplied(matrices: Sequence[Tensor | None], cells: Tensor) -> Tensor:
+    """(M_1 x M_2 x ...) cells [*sizes, s]; None is the identity."""
+    for number, matrix in enumerate(matrices):
+        if matrix is not None:
+            along = cells.movedim(number, 0)
+            cells = (matrix @ along.flatten(1)).view(along.shape).movedim(0, number)
+    return cells

@@ -1,7 +1,7 @@
 """Small GPyTorch models of every kind a user brings, for the marginal log likelihoods' tests."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gpytorch
@@ -329,6 +329,16 @@ def _with_priors() -> Case:
     )
 
 
+def _complete_grid() -> Case:
+    """In random order."""
+    x = torch.cartesian_prod(*(torch.linspace(-2, 2, size, dtype=torch.float64) for size in (5, 3, 3)))
+    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(3))]
+    smooth = kernels.RBFKernel(active_dims=(0, 1), ard_num_dims=2)
+    case = regression(kernels.ScaleKernel(smooth * kernels.MaternKernel(active_dims=(2,))), len(x))
+    case.model.set_train_data(x, case.y)
+    return replace(case, x=x)
+
+
 def _inducing_points() -> Case:
     x, y = data()
     likelihood = GaussianLikelihood()
@@ -372,6 +382,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "multitask": _multitask,
     "multitask-low-rank-noise": _multitask_low_rank_noise,
     "priors": _with_priors,
+    "complete-grid": _complete_grid,
     "inducing-points": _inducing_points,
     "coregionalization": _coregionalization,
     "tasks-of-rows": _tasks_of_rows,

@@ -1,15 +1,20 @@
-"""Complete data of several outputs: exact factors by eigenvectors, against dense algebra."""
+"""Complete grids and data of several outputs: exact factors by eigenvectors, against dense algebra."""
+
+from functools import reduce
 
 import pytest
 import torch
+from gpytorch import kernels
 from linear_operator import LinearOperator, to_dense, to_linear_operator
 from linear_operator.operators import ConstantDiagLinearOperator, DiagLinearOperator, SumLinearOperator
 from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
+from gpy_iterative.linear_operators import KernelProducts, operator_of_kernel
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_solvers.exact_factors import structure
 from gpy_iterative.linear_solvers.kronecker import KroneckerFactor, kronecker_parts
 from gpy_iterative.solvers import Cholesky, SolveStatus, default_solver
@@ -26,23 +31,42 @@ def covariance(size: int, rank: int) -> Tensor:
     return drawn(size, rank) @ drawn(size, rank).mT
 
 
-def system(*, correlated: bool, dtype: torch.dtype = torch.float64) -> LinearOperator:
-    """A singular K, and a multiple of B."""
-    points, tasks = covariance(POINTS, 5), covariance(TASKS, 2)
-    operator = lambda matrix: to_linear_operator(matrix.to(dtype))
-    kernel = 2.5 * KroneckerLinearOperator(operator(points), operator(tasks))
-    if not correlated:
-        return NoisyLinearOperator(kernel, torch.tensor([0.1, 0.3, 2.0]).repeat(POINTS).to(dtype))
-    identity = ConstantDiagLinearOperator(torch.ones(1, dtype=dtype), POINTS)
+def on_grid() -> RadialProductLinearOperator:
+    """Three axes, of sizes 4, 3 and 2, in random order; two factors share an axis, and one has two axes."""
+    kernel = kernels.ScaleKernel(
+        kernels.RBFKernel(active_dims=(0, 1), ard_num_dims=2)
+        * kernels.MaternKernel(nu=1.5, active_dims=(2,))
+        * kernels.PeriodicKernel(active_dims=(2,))
+    ).double()
+    x = torch.cartesian_prod(*(drawn(size) for size in (4, 3, 2)))[drawn(24).argsort()]
+    operator = operator_of_kernel(kernel, x, None, KernelProducts())
+    assert isinstance(operator, RadialProductLinearOperator)
+    return operator
+
+
+def system(kind: str, dtype: torch.dtype = torch.float64) -> LinearOperator:
+    """A singular K, and a multiple of B; or kernels on a grid."""
+    convert = lambda matrix: to_linear_operator(matrix.to(dtype))
+    points = on_grid().to(dtype) if "grid" in kind else convert(covariance(POINTS, 5))
+    if kind == "grid":
+        return NoisyLinearOperator(2.5 * points, torch.full(points.shape[-1:], 0.1, dtype=dtype))
+    kernel = 2.5 * KroneckerLinearOperator(points, convert(covariance(TASKS, 2)))
+    if "correlated" not in kind:
+        return NoisyLinearOperator(kernel, torch.tensor([0.1, 0.3, 2.0], dtype=dtype).repeat(points.shape[-1]))
+    identity = ConstantDiagLinearOperator(torch.ones(1, dtype=dtype), points.shape[-1])
     noise = covariance(TASKS, 2) + 0.1 * torch.eye(TASKS, dtype=torch.float64)
-    return SumLinearOperator(kernel, KroneckerLinearOperator(identity, operator(noise)))
+    return SumLinearOperator(kernel, KroneckerLinearOperator(identity, convert(noise)))
 
 
-@pytest.mark.parametrize("correlated", [False, True])
+KINDS = ["independent", "correlated", "grid", "grid of tasks", "grid of tasks, correlated"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_factor(correlated: bool, dtype: torch.dtype) -> None:
-    operator, rhs = system(correlated=correlated, dtype=dtype), drawn(POINTS * TASKS, 4).to(dtype)
-    factor, dense = Cholesky().factorize(operator), operator.to_dense().double()
+def test_factor(kind: str, dtype: torch.dtype) -> None:
+    operator = system(kind, dtype)
+    rhs, dense = drawn(operator.shape[-1], 4).to(dtype), operator.to_dense().double()
+    factor = Cholesky().factorize(operator)
     assert isinstance(factor, KroneckerFactor)
     assert factor.dim() == operator.dim()
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
@@ -55,16 +79,21 @@ def test_factor(correlated: bool, dtype: torch.dtype) -> None:
     assert Cholesky().solve(operator, rhs).status is SolveStatus.CONVERGED
 
 
-@pytest.mark.parametrize("correlated", [False, True])
-def test_score(correlated: bool) -> None:
-    parts, y = kronecker_parts(system(correlated=correlated)), drawn(POINTS * TASKS)
-    assert parts is not None
-    points, tasks, noise = (to_dense(part).detach().requires_grad_() for part in parts)
-    of_noise = torch.kron(torch.eye(POINTS, dtype=torch.float64), noise) if correlated else noise.diag()
-    dense = torch.kron(points, tasks) + of_noise
+@pytest.mark.parametrize("kind", KINDS)
+def test_score(kind: str) -> None:
+    found = kronecker_parts(system(kind))
+    assert found is not None
+    parts, cells = found
+    parts = [to_dense(part).detach().requires_grad_() for part in parts]
+    *axes, tasks, noise = parts
+    points = reduce(torch.kron, axes)
+    points = points if cells is None else points[cells][:, cells]
+    identity = torch.eye(len(points), dtype=torch.float64)
+    dense = torch.kron(points, tasks) + (torch.kron(identity, noise) if noise.dim() == 2 else noise.diag())
+    y = drawn(len(dense))
     density = torch.distributions.MultivariateNormal(torch.zeros_like(y), dense).log_prob(y)
-    expected = torch.autograd.grad(density, [points, tasks, noise])
-    factor = KroneckerFactor(to_linear_operator(points), tasks, noise)
+    expected = torch.autograd.grad(density, parts)
+    factor = KroneckerFactor(*parts, cells=cells)
     torch.testing.assert_close(factor.score(factor.solve(y.unsqueeze(-1))), expected)
 
 
@@ -89,8 +118,8 @@ def test_a_kernel_of_zeros() -> None:
     torch.testing.assert_close(factor.logdet(), torch.logdet(dense))
 
 
-@pytest.mark.parametrize("name", ["multitask", "multitask-low-rank-noise"])
-def test_a_model_of_several_outputs_is_exact_beyond_exact_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["multitask", "multitask-low-rank-noise", "complete-grid"])
+def test_a_model_is_exact_beyond_exact_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no dense matrix of all data."""
     monkeypatch.setattr("gpy_iterative.linear_solvers.default.EXACT_BELOW", 10)
     case = CASES[name]()
@@ -105,7 +134,8 @@ def test_a_model_of_several_outputs_is_exact_beyond_exact_sizes(name: str, monke
     def refused(operator: object) -> Tensor:
         raise AssertionError("a dense matrix of all data")
 
-    monkeypatch.setattr(KroneckerLinearOperator, "to_dense", refused)
+    for operator in (KroneckerLinearOperator, RadialProductLinearOperator):
+        monkeypatch.setattr(operator, "to_dense", refused)
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
     found = mll(case.model(case.x), case.y)
     found.backward()
@@ -136,7 +166,7 @@ def test_other_systems_have_no_such_factor(operator: LinearOperator) -> None:
 
 
 def test_many_points_are_left_to_other_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
-    operator = system(correlated=False)
+    operator = system("independent")
     monkeypatch.setattr("gpy_iterative.linear_solvers.default.EXACT_BELOW", 10)
     assert isinstance(default_solver(operator), Cholesky)
     monkeypatch.setattr("gpy_iterative.linear_solvers.kronecker.MOST_POINTS", POINTS - 1)

@@ -86,6 +86,14 @@ def _cost(axes: Sequence[Axis]) -> int:
     return math.prod(sizes) * sum(sizes)
 
 
+def cells_of(axes: Sequence[Axis]) -> Tensor:
+    """Each datum's cell [n]."""
+    cells = torch.zeros_like(axes[0].place)
+    for axis in axes:
+        cells = cells * axis.size + axis.place
+    return cells
+
+
 class Grid:
     """Data in the cells of a grid.
 
@@ -97,10 +105,7 @@ class Grid:
     def __init__(self, axes: Sequence[Axis], tiles: Sequence[Sequence[RadialTiles]]) -> None:
         self.axes, self._tiles = axes, tiles
         self._shape = torch.Size(axis.size for axis in axes)
-        cells = torch.zeros_like(axes[0].place)
-        for axis in axes:
-            cells = cells * axis.size + axis.place
-        self._cells = cells
+        self._cells = cells_of(axes)
 
     def columns(self, vectors: Tensor) -> Sequence[Tensor]:
         """Vectors [*b, n, s] as columns [n, k], some at a time."""

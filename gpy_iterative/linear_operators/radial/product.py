@@ -1,5 +1,6 @@
 """Products of radial kernels, entry by entry, such as a Matern kernel of space and one of time."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial, reduce
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field.far_field import automatic_tolerance
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.radial.grid import Axis, Grid
+from gpy_iterative.linear_operators.radial.grid import Axis, Grid, cells_of
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product_tiles import ProductTiles
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
@@ -72,6 +73,20 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     def has_fast_products(self) -> bool:
         return self.tiles().grid is not None
+
+    def complete_grid(self) -> tuple[list[LinearOperator], Tensor] | None:
+        """K_a of all axes, with graph, and each datum's cell [n]; None unless each cell of a grid has one datum."""
+        size = self.shape[-1]
+        if not self._axes or self.batch_shape or math.prod(axis.size for axis in self._axes) != size:
+            return None
+        cells = cells_of(self._axes)
+        if bool((cells.bincount(minlength=size) != 1).any()):
+            return None
+        return [self._of_axis(axis) for axis in self._axes], cells
+
+    def _of_axis(self, axis: Axis) -> LinearOperator:
+        parts = [self.factors[number].at(self.factors[number].x1[axis.first]) for number in axis.factors]
+        return parts[0] if len(parts) == 1 else RadialProductLinearOperator(*parts)
 
     def far_field_error(self) -> float | None:
         grid, field = self.tiles().grid, self.tiles().far_field()

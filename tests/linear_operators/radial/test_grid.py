@@ -10,6 +10,7 @@ import gpytorch
 import pytest
 import torch
 from gpytorch import kernels
+from gpytorch.utils.grid import create_data_from_grid
 from torch import Tensor
 
 import gpy_iterative as gpi
@@ -192,6 +193,34 @@ def test_axes() -> None:
     assert not axes_of([place[:20], time[:20]])  # few cells have data
     three = torch.cartesian_prod(*(torch.arange(k, dtype=torch.float64) for k in (4, 5, 6)))
     assert sorted(axis.size for axis in axes_of(list(three.split(1, dim=-1)))) == [4, 5, 6]
+
+
+def test_a_complete_grid_has_one_datum_in_each_cell() -> None:
+    for x, complete in ((on_grid(missing=0, repeated=0), True), (on_grid(repeated=0), False), (on_grid(missing=0), False)):
+        operator = operator_of(made("two kernels of time"), x)
+        found = operator.complete_grid()
+        assert (found is not None) is complete
+        if found is not None:
+            (first, second), cells = found
+            dense = torch.kron(first.to_dense(), second.to_dense())
+            torch.testing.assert_close(dense[cells][:, cells], operator.to_dense(), rtol=1e-6, atol=1e-7)
+    moved = on_grid(missing=0, repeated=0)
+    moved[:2] = moved[[1, 1]].clone()  # as many data as cells
+    assert operator_of(made("two kernels of time"), moved).complete_grid() is None
+
+
+@pytest.mark.parametrize("ard", [None, 2])
+def test_an_rbf_kernel_of_few_inputs_has_an_axis_for_each(ard: int | None) -> None:
+    axes = [torch.linspace(0, 1, size, dtype=torch.float64) for size in (6, 9)]
+    x = create_data_from_grid(axes)
+    base = kernels.RBFKernel(ard_num_dims=ard).double()
+    for kernel in (base, kernels.ScaleKernel(kernels.GridKernel(base, axes)).double()):
+        operator, expected = operator_of(kernel, x), kernel(x).to_dense()
+        assert sizes(operator) == [6, 9]
+        torch.testing.assert_close(operator.to_dense(), expected, rtol=1e-6, atol=1e-7)
+        assert operator.complete_grid() is not None
+    apart = operator_of_kernel(base, random(50, 2), None, PRODUCTS)
+    assert not isinstance(apart, RadialProductLinearOperator)
 
 
 def test_learned_inputs_have_derivatives_by_point() -> None:
