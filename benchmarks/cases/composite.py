@@ -1,6 +1,6 @@
 """One training step of composite models, ours and GPyTorch's: several outputs, space and time, a grid, features.
 
-The points of space and time are random, or those of stations on most days.
+The points of space and time are random, or those of stations on most or all days.
 """
 
 import statistics
@@ -15,6 +15,7 @@ import typer
 from gpytorch import kernels
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood, MultitaskGaussianLikelihood
+from gpytorch.utils.grid import create_data_from_grid
 from torch import Tensor
 
 import gpy_iterative as gpi
@@ -102,6 +103,15 @@ class Interpolated(_OneOutput):
         super().__init__(x, y, likelihood, kernels.ScaleKernel(grid))
 
 
+class OnGrid(_OneOutput):
+    """A kernel of all points of a grid in the plane."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
+        axes = [column.unique() for column in x.unbind(-1)]
+        base = kernels.GridKernel(kernels.RBFKernel(ard_num_dims=2), grid=axes)
+        super().__init__(x, y, likelihood, kernels.ScaleKernel(base))
+
+
 class InducingPoints(_OneOutput):
     """A kernel of few features: of inducing points."""
 
@@ -155,12 +165,20 @@ def plane(n: int) -> tuple[Tensor, Tensor]:
     return x[:, :2].contiguous(), y
 
 
-def stations_and_days(n: int) -> tuple[Tensor, Tensor]:
-    """About n data of stations on nine of ten days, in any order."""
+def image(n: int) -> tuple[Tensor, Tensor]:
+    """About n pixels, all of a square, inputs in GPyTorch's order."""
+    axis = torch.linspace(0, 1, round(n**0.5))
+    x = create_data_from_grid([axis, axis])
+    noise = torch.randn(len(x), generator=torch.Generator().manual_seed(0))
+    return x, torch.sin(6 * x[:, 0]) * torch.cos(4 * x[:, 1]) + 0.1 * noise
+
+
+def stations_and_days(n: int, part: float = 0.9) -> tuple[Tensor, Tensor]:
+    """About n data of stations on this part of the days, in any order."""
     generator = torch.Generator().manual_seed(0)
-    stations = torch.rand(max(round(n / (0.9 * DAYS)), 2), 2, generator=generator)
+    stations = torch.rand(max(round(n / (part * DAYS)), 2), 2, generator=generator)
     cells = torch.randperm(len(stations) * DAYS, generator=generator)
-    cells = cells[: round(0.9 * len(cells))]
+    cells = cells[: round(part * len(cells))]
     day = (cells % DAYS) / DAYS
     x = torch.cat([stations[cells // DAYS], day.unsqueeze(-1)], dim=-1)
     clean = torch.sin(6 * x[:, 0]) * torch.cos(4 * x[:, 1]) + 0.5 * torch.sin(5 * x[:, 2])
@@ -178,6 +196,8 @@ MODELS: dict[str, tuple[type[gpytorch.models.ExactGP], Callable[[], Likelihood],
     "space and time": (SpaceAndTime, GaussianLikelihood, one_output),
     "GridInterpolationKernel": (Interpolated, GaussianLikelihood, plane),
     "stations and days": (SpaceAndTime, GaussianLikelihood, stations_and_days),
+    "stations and all days": (SpaceAndTime, GaussianLikelihood, partial(stations_and_days, part=1.0)),
+    "GridKernel": (OnGrid, GaussianLikelihood, image),
     "InducingPointKernel": (InducingPoints, GaussianLikelihood, one_output),
     "RFFKernel": (FourierFeatures, GaussianLikelihood, one_output),
 }

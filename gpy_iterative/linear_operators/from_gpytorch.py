@@ -37,6 +37,7 @@ from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.radial.functions import RBF
 from gpy_iterative.linear_operators.radial.grid import axes_of
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
@@ -165,7 +166,7 @@ def operator_of_kernel(
         parts = [(part, active_inputs(part, x1), active_inputs(part, x2)) for part in kernel.kernels]
         return _sum([operator_of_kernel(*part, products, cache.part(str(i))) for i, part in enumerate(parts)])
     factors, axes = radial_factors(kernel, x1, x2), []
-    if factors:
+    if len(factors) > 1 or any(factor.function is RBF for factor in factors):  # separable
         may_have_axes = x2 is None and x1.dim() == 2 and not x1.requires_grad and products.backend != "keops"
         singles = by_input(factors) if may_have_axes else factors
         axes = axes_of([factor.points for factor in singles]) if len(singles) > 1 and may_have_axes else []

@@ -17,12 +17,15 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.preconditioners.task_noise import kronecker_terms
 
-#: Eigenvectors cost less than a dense factor up to so many rows, and less than most solves up to so many inputs of an axis.
-MOST_ROWS, MOST_POINTS = 3000, 1000
+#: Eigenvectors cost less than a dense factor up to so many rows, and less than most solves up to so many inputs of an axis,
+#: or so many times the root of the rows.
+MOST_ROWS, MOST_POINTS, MOST_BY_ROOT = 3000, 1000, 10
 SINGULAR = "The kernel with the noise of the tasks is not positive definite: keep the noise away from zero."
 
 
-def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[tuple[LinearOperator | Tensor, ...], Tensor | None] | None:
+def kronecker_parts(
+    operator: LinearOperator | Tensor,
+) -> tuple[tuple[LinearOperator | Tensor, ...], Tensor | None] | None:
     """(K_1, ..., B [T, T], noise), with graph, and each point's cell in the grid [n] or None; None for other systems.
 
     The noise is N [T, T] or variances [n T].
@@ -30,28 +33,25 @@ def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[tuple[LinearOper
     if not isinstance(operator, LinearOperator) or operator.batch_shape:
         return None
     is_independent = isinstance(operator, NoisyLinearOperator)
-    kernels, noises = _terms(operator.kernel if is_independent else operator)
+    covariance = operator.kernel if is_independent else operator
+    found = kronecker_terms(covariance)
+    if found is None:  # one output: B = 1
+        one = torch.ones(1, 1, dtype=operator.dtype, device=operator.device)
+        found = [(term, factor * one) for term, factor in sum_terms(covariance)], []
+    kernels, noises = found
     if len(kernels) != 1 or len(noises) != 1 - is_independent:
         return None
     points, tasks = kernels[0]
     grid = points.complete_grid() if isinstance(points, RadialProductLinearOperator) else None
     axes, cells = ([points], None) if grid is None else grid
-    is_large = operator.shape[-1] > MOST_ROWS and max(axis.shape[-1] for axis in axes) > MOST_POINTS
+    rows, size = operator.shape[-1], max(axis.shape[-1] for axis in axes)
+    is_large = rows > MOST_ROWS and size > max(MOST_POINTS, MOST_BY_ROOT * math.sqrt(rows))
     if is_large or (grid is None and tasks.shape[-1] == 1):
         return None
     if not is_independent:
         return (*axes, tasks, noises[0]), cells
     noise = operator.noise.reshape(-1, tasks.shape[-1])
     return ((*axes, tasks, operator.noise), cells) if bool((noise == noise[:1]).all()) else None
-
-
-def _terms(operator: LinearOperator) -> tuple[list[tuple[LinearOperator, Tensor]], list[Tensor]]:
-    """(K_k, B_k), and the terms of N; a kernel of one output has B = 1."""
-    found = kronecker_terms(operator)
-    if found is not None:
-        return found
-    one = torch.ones(1, 1, dtype=operator.dtype, device=operator.device)
-    return [(term, factor * one) for term, factor in sum_terms(operator)], []
 
 
 class KroneckerFactor:
@@ -119,7 +119,9 @@ class KroneckerFactor:
         for number, basis in enumerate(bases):
             others = [matrix if place != number else None for place, matrix in enumerate(matrices)]
             along = [cells.movedim(number, 0).flatten(1) for cells in (a, _multiplied(others, a))]
-            of_others = _outer([each if place != number else torch.ones_like(each) for place, each in enumerate(spectra)])
+            of_others = _outer(
+                [each if place != number else torch.ones_like(each) for place, each in enumerate(spectra)]
+            )
             traces = (of_others * inverse).movedim(number, 0).flatten(1).sum(1)
             found.append(along[0] @ along[1].mT - (basis * traces) @ basis.mT)
         if self._is_independent:

@@ -172,6 +172,8 @@ def test_many_points_are_left_to_other_solvers(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("gpy_iterative.linear_solvers.kronecker.MOST_POINTS", POINTS - 1)
     assert isinstance(default_solver(operator), Cholesky)
     monkeypatch.setattr("gpy_iterative.linear_solvers.kronecker.MOST_ROWS", POINTS * TASKS - 1)
+    assert isinstance(default_solver(operator), Cholesky)
+    monkeypatch.setattr("gpy_iterative.linear_solvers.kronecker.MOST_BY_ROOT", 1)
     assert not isinstance(default_solver(operator), Cholesky)
 
 

@@ -196,7 +196,11 @@ def test_axes() -> None:
 
 
 def test_a_complete_grid_has_one_datum_in_each_cell() -> None:
-    for x, complete in ((on_grid(missing=0, repeated=0), True), (on_grid(repeated=0), False), (on_grid(missing=0), False)):
+    for x, complete in (
+        (on_grid(missing=0, repeated=0), True),
+        (on_grid(repeated=0), False),
+        (on_grid(missing=0), False),
+    ):
         operator = operator_of(made("two kernels of time"), x)
         found = operator.complete_grid()
         assert (found is not None) is complete
