@@ -29,7 +29,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         update: "natural" takes natural gradient steps. With "gradient", v and a root of S are parameters: train with
             `Adam(mll.parameters())`.
         tracker_rate: natural step size in (0, 1], or a function of the step; None falls from min(.05, .1 b / m) to .001
-            with the square root of the steps, and is 1 for a batch of all data.
+            with the square root of the steps, times the part of a batch in its rows, and is 1 for a batch of all data.
         include_batch: natural weights see half of a batch before its loss is computed, so that they follow a network; the
             bias is small. False is unbiased.
         centred: weights of features before scaling (by outputscales). False is slow with update="gradient".

@@ -186,6 +186,19 @@ def test_a_batch_of_all_data_leaves_nothing_to_average(method: str) -> None:
     torch.testing.assert_close(kept(mll, "precision"), exact, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("method", ["natural", "compositional"])
+def test_a_batch_of_fewer_rows_moves_the_average_less(method: str) -> None:
+    """As the last one of a pass."""
+    moved = []
+    for rows in (1, 5):
+        case = feature_case(KERNELS["fourier"](), n=30)
+        mll = spoiled(method, case, batch_size=5)
+        before = kept(mll, "precision").clone()
+        step(mll, case, torch.full((rows,), 7))
+        moved.append(kept(mll, "precision") - before)
+    torch.testing.assert_close(5 * moved[0], moved[1], rtol=1e-9, atol=1e-9)
+
+
 def test_tracker_inflation_is_that_of_the_effective_sample_size() -> None:
     """E tr(P_t^-1 P) / m = 1 / (1 - m / N), N = b (2 - rate) / rate, for features like Gaussian ones."""
     m, b, rate, n = 8, 8, 0.2, 4000

@@ -101,13 +101,14 @@ class TrackerRate:
     def __init__(self, given: float | Callable[[int], float] | None, batch_size: int, num_features: int) -> None:
         if given is not None and not callable(given):
             check_rate("tracker_rate", given)
-        self.given, self.initial = given, min(0.05, 0.1 * batch_size / num_features)
+        self.given, self.batch_size, self.initial = given, batch_size, min(0.05, 0.1 * batch_size / num_features)
 
     def __call__(self, step: int, rows: Tensor, num_data: int) -> float:
         if self.given is None:
             if len(rows) == num_data == len(rows.unique()):
                 return 1.0  # sums over all data are exact; an average would only lag behind the hyperparameters
-            return max(self.initial / math.sqrt(1 + self.initial * step / 4), min(self.initial, SMALLEST_RATE))
+            rate = max(self.initial / math.sqrt(1 + self.initial * step / 4), min(self.initial, SMALLEST_RATE))
+            return rate * min(1, len(rows) / self.batch_size)  # the last batch of a pass may have a few rows
         rate = self.given(step) if callable(self.given) else self.given
         check_rate("tracker_rate", rate)
         return float(rate)
