@@ -38,13 +38,12 @@ from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RBF
-from gpy_iterative.linear_operators.radial.grid import axes_of
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_operators.radial_inputs import (
     active_inputs,
-    by_input,
     is_smooth_product,
+    on_grid,
     radial_factors,
     value_dtype,
     with_one_gaussian,
@@ -168,9 +167,7 @@ def operator_of_kernel(
     factors, axes = radial_factors(kernel, x1, x2), []
     if len(factors) > 1 or any(factor.function is RBF for factor in factors):  # separable
         may_have_axes = x2 is None and x1.dim() == 2 and not x1.requires_grad and products.backend != "keops"
-        singles = by_input(factors) if may_have_axes else factors
-        axes = axes_of([factor.points for factor in singles]) if len(singles) > 1 and may_have_axes else []
-        factors = singles if axes else with_one_gaussian(factors)
+        factors, axes = (on_grid(factors) if may_have_axes else None) or (with_one_gaussian(factors), [])
     if len(factors) == 1 or (factors and products.backend != "keops"):
         if x1.requires_grad:
             # Learned inputs need derivatives by single points, which grids and far fields do not give (accurately).

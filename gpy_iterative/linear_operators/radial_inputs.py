@@ -15,6 +15,7 @@ from gpytorch import kernels
 from torch import Tensor
 
 from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF, RadialFunction
+from gpy_iterative.linear_operators.radial.grid import Axis, axes_of
 
 Inputs = TypeVar("Inputs", Tensor, Tensor | None)
 #: A kernel and its inputs x1 and x2.
@@ -24,6 +25,8 @@ _Factor = tuple[kernels.Kernel, Tensor, Tensor | None]
 CENTRE_ROWS = 256
 #: An RBF kernel of more inputs is not looked at as a product of kernels of single ones.
 MOST_GRID_INPUTS = 3
+#: Multiply-adds for each datum, beyond which a far field of one RBF kernel costs less than a grid.
+MOST_FOR_RBF = 2000
 
 
 @dataclass(frozen=True)
@@ -72,18 +75,24 @@ def radial_factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> lis
     return [replace(found[0], outputscales=outputscales), *found[1:]]
 
 
-def by_input(factors: Sequence[RadialInputs]) -> list[RadialInputs]:
-    """The same product, whose RBF factors of few inputs are one of each input: a grid of them may have cheap products."""
+def on_grid(factors: Sequence[RadialInputs]) -> tuple[list[RadialInputs], list[Axis]] | None:
+    """The same product and the axes of a grid that its inputs lie on, if products are then cheap; x2 is None.
+
+    RBF factors of few inputs become one of each input.
+    """
     found = []
     for factor in factors:
         columns = factor.x1.shape[-1]
         if factor.function is RBF and not factor.angles and 1 < columns <= MOST_GRID_INPUTS:
-            x2 = [None] * columns if factor.x2 is None else factor.x2.split(1, dim=-1)
-            parts = zip(factor.points.split(1, dim=-1), factor.x1.split(1, dim=-1), x2, strict=True)
-            found += [RadialInputs(points, x1, x2, RBF) for points, x1, x2 in parts]
+            parts = zip(factor.points.split(1, dim=-1), factor.x1.split(1, dim=-1), strict=True)
+            found += [RadialInputs(points, x1, None, RBF) for points, x1 in parts]
         else:
             found.append(factor)
-    return [replace(found[0], outputscales=factors[0].outputscales), *found[1:]]
+    if len(found) < 2:
+        return None
+    most = math.inf if len(factors) > 1 else MOST_FOR_RBF
+    axes = axes_of([factor.points for factor in found], most_per_row=most)
+    return ([replace(found[0], outputscales=factors[0].outputscales), *found[1:]], axes) if axes else None
 
 
 def with_one_gaussian(factors: Sequence[RadialInputs]) -> list[RadialInputs]:
