@@ -51,8 +51,8 @@ class Axis:
 def axes_of(inputs: Sequence[Tensor], *, most_per_row: float = math.inf) -> list[Axis]:
     """The axes of a grid for factors with inputs [n, d] each; none where a product with it is expensive.
 
-    A product may take n^2 / 2 and n most_per_row multiply-adds. Factors whose inputs go together, such as two kernels of time,
-    share an axis. The inputs are without scales: a period moves points apart that lie on one another on its circle.
+    A product may take n^2 / 2 and n most_per_row multiply-adds. Factors whose inputs go together, such as two kernels of
+    time, share an axis. The inputs are without scales: a period moves points apart that lie on one another on its circle.
     """
     rows, axes = len(inputs[0]), []
     most = rows * min(rows / 2, most_per_row)
