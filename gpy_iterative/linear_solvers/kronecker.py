@@ -113,17 +113,15 @@ class KroneckerFactor:
     def score(self, weights: Tensor) -> tuple[Tensor, ...]:
         """Derivatives of log N(y; 0, H) by the parts, for weights H^-1 y [n T, 1]."""
         a, inverse = self._cell_entries(weights), 1 / self._eigenvalues
-        matrices, bases, values = [*self._axes, self._tasks], [*self._bases, self._tasks_basis], self._values
-        spectra = [*values, self._of_tasks]
+        matrices, bases = [*self._axes, self._tasks], [*self._bases, self._tasks_basis]
+        spectra = [values.unsqueeze(0) for values in (*self._values, self._of_tasks)]
         found = []
         for number, basis in enumerate(bases):
-            others = [matrix if place != number else None for place, matrix in enumerate(matrices)]
-            along = [cells.movedim(number, 0).flatten(1) for cells in (a, _multiplied(others, a))]
-            of_others = _outer(
-                [each if place != number else torch.ones_like(each) for place, each in enumerate(spectra)]
-            )
-            traces = (of_others * inverse).movedim(number, 0).flatten(1).sum(1)
-            found.append(along[0] @ along[1].mT - (basis * traces) @ basis.mT)
+            others = [None if place == number else matrix for place, matrix in enumerate(matrices)]
+            rest = [None if place == number else values for place, values in enumerate(spectra)]
+            left, right = (cells.movedim(number, 0).flatten(1) for cells in (a, _multiplied(others, a)))
+            traces = _multiplied(rest, inverse.unsqueeze(-1)).flatten()
+            found.append(left @ right.mT - (basis * traces) @ basis.mT)
         if self._is_independent:
             variances = _multiplied([basis.square() for basis in bases], inverse.unsqueeze(-1))
             found.append(self._flat(a.square() - variances).flatten())
@@ -158,5 +156,5 @@ def _multiplied(matrices: Sequence[Tensor | None], cells: Tensor) -> Tensor:
     for number, matrix in enumerate(matrices):
         if matrix is not None:
             along = cells.movedim(number, 0)
-            cells = (matrix @ along.flatten(1)).view(along.shape).movedim(0, number)
+            cells = (matrix @ along.flatten(1)).unflatten(1, along.shape[1:]).movedim(0, number)
     return cells
