@@ -25,8 +25,6 @@ _Factor = tuple[kernels.Kernel, Tensor, Tensor | None]
 CENTRE_ROWS = 256
 #: An RBF kernel of more inputs is not looked at as a product of kernels of single ones.
 MOST_GRID_INPUTS = 3
-#: Multiply-adds for each datum, beyond which a far field of one RBF kernel costs less than a grid.
-MOST_FOR_RBF = 2000
 
 
 @dataclass(frozen=True)
@@ -78,21 +76,25 @@ def radial_factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> lis
 def on_grid(factors: Sequence[RadialInputs]) -> tuple[list[RadialInputs], list[Axis]] | None:
     """The same product and the axes of a grid that its inputs lie on, if products are then cheap; x2 is None.
 
-    RBF factors of few inputs become one of each input.
+    An RBF factor of few inputs becomes one of each if each is an axis and no cell is empty: the system then has an exact
+    factor. Otherwise several matrices cost more than one.
     """
-    found = []
+    single, parts_of_one = [], set()
     for factor in factors:
         columns = factor.x1.shape[-1]
         if factor.function is RBF and not factor.angles and 1 < columns <= MOST_GRID_INPUTS:
             parts = zip(factor.points.split(1, dim=-1), factor.x1.split(1, dim=-1), strict=True)
-            found += [RadialInputs(points, x1, None, RBF) for points, x1 in parts]
+            parts_of_one.update(range(len(single), len(single) + columns))
+            single += [RadialInputs(points, x1, None, RBF) for points, x1 in parts]
         else:
-            found.append(factor)
-    if len(found) < 2:
-        return None
-    most = math.inf if len(factors) > 1 else MOST_FOR_RBF
-    axes = axes_of([factor.points for factor in found], most_per_row=most)
-    return ([replace(found[0], outputscales=factors[0].outputscales), *found[1:]], axes) if axes else None
+            single.append(factor)
+    if parts_of_one:
+        axes = axes_of([factor.points for factor in single])
+        is_apart = all(len(axis.factors) == 1 or parts_of_one.isdisjoint(axis.factors) for axis in axes)
+        if axes and is_apart and math.prod(axis.size for axis in axes) == len(single[0].points):
+            return [replace(single[0], outputscales=factors[0].outputscales), *single[1:]], axes
+    axes = axes_of([factor.points for factor in factors]) if len(factors) > 1 else []
+    return (list(factors), axes) if axes else None
 
 
 def with_one_gaussian(factors: Sequence[RadialInputs]) -> list[RadialInputs]:

@@ -48,14 +48,13 @@ class Axis:
         return Axis(self.factors + other.factors, *_numbered(self.place * other.size + other.place))
 
 
-def axes_of(inputs: Sequence[Tensor], *, most_per_row: float = math.inf) -> list[Axis]:
-    """The axes of a grid for factors with inputs [n, d] each; none where a product with it is expensive.
+def axes_of(inputs: Sequence[Tensor]) -> list[Axis]:
+    """The axes of a grid for factors with inputs [n, d] each; none if a product of the matrix would cost more than n^2 / 2.
 
-    A product may take n^2 / 2 and n most_per_row multiply-adds. Factors whose inputs go together, such as two kernels of
-    time, share an axis. The inputs are without scales: a period moves points apart that lie on one another on its circle.
+    Factors whose inputs go together, such as two kernels of time, share an axis. The inputs are without scales: a period
+    moves points apart that lie on one another on its circle.
     """
     rows, axes = len(inputs[0]), []
-    most = rows * min(rows / 2, most_per_row)
     for number, x in enumerate(inputs):
         place, size = x.new_zeros(rows, dtype=torch.long), 1
         for column in x.unbind(-1):
@@ -73,7 +72,7 @@ def axes_of(inputs: Sequence[Tensor], *, most_per_row: float = math.inf) -> list
             break
         axes = cheapest
     cells = math.prod(axis.size for axis in axes)
-    return axes if len(axes) > 1 and cells <= MOST_CELLS * rows and _cost(axes) <= most else []
+    return axes if len(axes) > 1 and cells <= MOST_CELLS * rows and _cost(axes) <= rows**2 / 2 else []
 
 
 def _numbered(codes: Tensor) -> tuple[Tensor, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.fitting.steps.directional import directional_product
-from gpy_iterative.linear_operators import KernelProducts, operator_of_kernel, radial_inputs
+from gpy_iterative.linear_operators import KernelProducts, operator_of_kernel
 from gpy_iterative.linear_operators.extensions import in_float64, low_precision_copy, with_products
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial import grid
@@ -214,7 +214,7 @@ def test_a_complete_grid_has_one_datum_in_each_cell() -> None:
 
 
 @pytest.mark.parametrize("ard", [None, 2])
-def test_an_rbf_kernel_of_few_inputs_has_an_axis_for_each(monkeypatch: pytest.MonkeyPatch, ard: int | None) -> None:
+def test_an_rbf_kernel_of_few_inputs_has_an_axis_for_each(ard: int | None) -> None:
     axes = [torch.linspace(0, 1, size, dtype=torch.float64) for size in (6, 9)]
     x = create_data_from_grid(axes)
     base = kernels.RBFKernel(ard_num_dims=ard).double()
@@ -223,9 +223,14 @@ def test_an_rbf_kernel_of_few_inputs_has_an_axis_for_each(monkeypatch: pytest.Mo
         assert sizes(operator) == [6, 9]
         torch.testing.assert_close(operator.to_dense(), expected, rtol=1e-6, atol=1e-7)
         assert operator.complete_grid() is not None
-    monkeypatch.setattr(radial_inputs, "MOST_FOR_RBF", 14)
-    for inputs in (x, random(50, 2)):  # a far field costs less; no grid
+    for inputs in (x[1:], random(50, 2)):  # an empty cell; no grid
         assert not isinstance(operator_of_kernel(base, inputs, None, PRODUCTS), RadialProductLinearOperator)
+
+
+def test_an_rbf_kernel_of_stations_stays_one_factor() -> None:
+    """Of two, their axis would have no far field."""
+    operator = operator_of(made("smooth space and time"), on_grid(missing=0, repeated=0))
+    assert len(operator.factors) == 2
 
 
 def test_learned_inputs_have_derivatives_by_point() -> None:
