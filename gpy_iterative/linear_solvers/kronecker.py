@@ -14,6 +14,7 @@ from torch import Tensor
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators.extensions import sum_terms
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.radial.grid import along_axis
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.preconditioners.task_noise import kronecker_terms
 
@@ -155,6 +156,5 @@ def _multiplied(matrices: Sequence[Tensor | None], cells: Tensor) -> Tensor:
     """(M_1 x M_2 x ...) cells [*sizes, s]; None is the identity."""
     for number, matrix in enumerate(matrices):
         if matrix is not None:
-            along = cells.movedim(number, 0)
-            cells = (matrix @ along.flatten(1)).unflatten(1, along.shape[1:]).movedim(0, number)
+            cells = along_axis(cells, number, matrix.matmul)
     return cells

@@ -4,9 +4,9 @@ K = S (K_1 x K_2 x ...) S^T: K_a is the kernel matrix of the distinct inputs of 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 
 import torch
@@ -94,6 +94,12 @@ def cells_of(axes: Sequence[Axis]) -> Tensor:
     return cells
 
 
+def along_axis(cells: Tensor, number: int, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Cells [*sizes, s], multiplied along one axis by a function of columns [size, k]."""
+    along = cells.movedim(number, 0)
+    return multiply(along.flatten(1)).unflatten(1, along.shape[1:]).movedim(0, number)
+
+
 class Grid:
     """Data in the cells of a grid.
 
@@ -124,9 +130,7 @@ class Grid:
         """Cells [*sizes, s] times the kernels of all axes, or all but one."""
         for number, (axis, tiles) in enumerate(zip(self.axes, self._tiles, strict=True)):
             if axis is not without:
-                along = cells.movedim(number, 0)
-                product = tiles[0].product(_ALL, _ALL, along.flatten(1))
-                cells = product.view(along.shape).movedim(0, number)
+                cells = along_axis(cells, number, partial(tiles[0].product, _ALL, _ALL))
         return cells
 
     def far_field_error(self) -> float | None:
