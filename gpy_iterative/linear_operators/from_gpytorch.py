@@ -14,6 +14,7 @@ from gpytorch.likelihoods import Likelihood, MultitaskGaussianLikelihood
 from gpytorch.likelihoods.noise_models import FixedGaussianNoise, HeteroskedasticNoise, MultitaskHomoskedasticNoise
 from linear_operator import LinearOperator, to_dense, to_linear_operator
 from linear_operator.operators import (
+    ConstantDiagLinearOperator,
     ConstantMulLinearOperator,
     DenseLinearOperator,
     DiagLinearOperator,
@@ -58,6 +59,8 @@ ORDER_OF_TASKS = (
 #: Noise models that need the inputs, or task indices, of the data.
 NOISE_OF_INPUTS = HeteroskedasticNoise | MultitaskHomoskedasticNoise
 
+#: To find the axes of columns takes longer than fewer rows of K(x, X).
+ROWS_WITH_AXES = 32
 #: Kernels whose own operators have fast products.
 _STRUCTURED = (
     kernels.LinearKernel,
@@ -166,7 +169,9 @@ def operator_of_kernel(
         return _sum([operator_of_kernel(*part, products, cache.part(str(i))) for i, part in enumerate(parts)])
     factors, axes = radial_factors(kernel, x1, x2), []
     if len(factors) > 1 or any(factor.function is RBF for factor in factors):  # separable
-        may_have_axes = x2 is None and x1.dim() == 2 and not x1.requires_grad and products.backend != "keops"
+        columns = x1 if x2 is None else x2
+        may_have_axes = x1.dim() == columns.dim() == 2 and not columns.requires_grad and products.backend != "keops"
+        may_have_axes = may_have_axes and (x2 is None or len(x1) >= ROWS_WITH_AXES)
         factors, axes = (on_grid(factors) if may_have_axes else None) or (with_one_gaussian(factors), [])
     if len(factors) == 1 or (factors and products.backend != "keops"):
         if x1.requires_grad:
@@ -378,9 +383,13 @@ def noisy_operator(
     )
     if observed is not None:
         variances = variances[..., observed]
+    is_homoskedastic = isinstance(noise, ConstantDiagLinearOperator) or isinstance(
+        likelihood, MultitaskGaussianLikelihood
+    )
     if isinstance(kernel, NoisyLinearOperator):
+        is_homoskedastic = is_homoskedastic and not kernel.noise.requires_grad
         kernel, variances = kernel.kernel, variances + kernel.noise
-    return NoisyLinearOperator(kernel, variances)
+    return NoisyLinearOperator(kernel, variances, is_homoskedastic=is_homoskedastic)
 
 
 def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> LinearOperator:

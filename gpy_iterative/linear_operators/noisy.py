@@ -24,11 +24,12 @@ class NoisyLinearOperator(LinearOperator):
     Args:
         kernel: K, symmetric [*b, n, n].
         noise: variances [*b, n].
+        is_homoskedastic: whether all data, or all of a task, share one variance, whatever its value.
     """
 
-    def __init__(self, kernel: LinearOperator, noise: Tensor) -> None:
-        super().__init__(kernel, noise)
-        self.kernel, self.noise = kernel, noise
+    def __init__(self, kernel: LinearOperator, noise: Tensor, *, is_homoskedastic: bool = False) -> None:
+        super().__init__(kernel, noise, is_homoskedastic=is_homoskedastic)
+        self.kernel, self.noise, self.is_homoskedastic = kernel, noise, is_homoskedastic
         batch = torch.broadcast_shapes(kernel.batch_shape, noise.shape[:-1])
         self._shape = torch.Size((*batch, *kernel.matrix_shape))
 

@@ -15,7 +15,7 @@ from gpytorch import kernels
 from torch import Tensor
 
 from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF, RadialFunction
-from gpy_iterative.linear_operators.radial.grid import Axis, axes_of
+from gpy_iterative.linear_operators.radial.grid import Axis, axes_of, own_cells
 
 Inputs = TypeVar("Inputs", Tensor, Tensor | None)
 #: A kernel and its inputs x1 and x2.
@@ -32,7 +32,7 @@ class RadialInputs:
     """A kernel as f(|x1_i - x2_j|^2), times outputscales.
 
     Attributes:
-        points: the inputs [*b, n, d] behind x1.
+        points: the inputs [*b, n, d] behind the columns: x2, or x1.
         x1, x2: scaled inputs [*b, n, k] and [*b, m, k]; x2 None is x1.
         function: f.
         alpha: [*b, 1], rational quadratic only.
@@ -62,7 +62,8 @@ def radial_factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> lis
         is_periodic = isinstance(kernel, kernels.PeriodicKernel)
         first, second = (_on_circles if is_periodic else _over_lengthscale)(kernel, x1, x2)
         alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
-        return [RadialInputs(x1, first, second, function, alpha, first.shape[-1] if is_periodic else 0)]
+        points, angles = x1 if x2 is None else x2, first.shape[-1] if is_periodic else 0
+        return [RadialInputs(points, first, second, function, alpha, angles)]
     leaves, outputscales = _factors(kernel, x1, x2)
     if any(leaf is kernel for leaf, *_ in leaves):
         return []
@@ -74,24 +75,25 @@ def radial_factors(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None) -> lis
 
 
 def on_grid(factors: Sequence[RadialInputs]) -> tuple[list[RadialInputs], list[Axis]] | None:
-    """The same product and the axes of a grid that its inputs lie on, if products are then cheap; x2 is None.
+    """The same product and the axes of a grid that the inputs of its columns lie on, if products are then cheap.
 
-    An RBF factor of few inputs becomes one of each if each is an axis and no cell is empty: the system then has an exact
+    An RBF factor of few inputs becomes one of each if each is an axis and few cells are empty: the system then has an exact
     factor. Otherwise several matrices cost more than one.
     """
     single, parts_of_one = [], set()
     for factor in factors:
         columns = factor.x1.shape[-1]
         if factor.function is RBF and not factor.angles and 1 < columns <= MOST_GRID_INPUTS:
-            parts = zip(factor.points.split(1, dim=-1), factor.x1.split(1, dim=-1), strict=True)
             parts_of_one.update(range(len(single), len(single) + columns))
-            single += [RadialInputs(points, x1, None, RBF) for points, x1 in parts]
+            for column in range(columns):
+                one = lambda x, column=column: None if x is None else x[..., column : column + 1]
+                single.append(RadialInputs(one(factor.points), one(factor.x1), one(factor.x2), RBF))
         else:
             single.append(factor)
     if parts_of_one:
         axes = axes_of([factor.points for factor in single])
         is_apart = all(len(axis.factors) == 1 or parts_of_one.isdisjoint(axis.factors) for axis in axes)
-        if axes and is_apart and math.prod(axis.size for axis in axes) == len(single[0].points):
+        if axes and is_apart and own_cells(axes) is not None:
             return [replace(single[0], outputscales=factors[0].outputscales), *single[1:]], axes
     axes = axes_of([factor.points for factor in factors]) if len(factors) > 1 else []
     return (list(factors), axes) if axes else None

@@ -35,5 +35,5 @@ def structure(operator: LinearOperator | Tensor) -> tuple[Callable[..., ExactFac
     found = kronecker_parts(operator)
     if found is None:
         return None
-    parts, cells = found
-    return partial(KroneckerFactor, cells=cells), parts
+    parts, entries = found
+    return partial(KroneckerFactor, entries=entries), parts

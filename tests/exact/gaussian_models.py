@@ -329,10 +329,10 @@ def _with_priors() -> Case:
     )
 
 
-def _complete_grid() -> Case:
+def _on_grid(missing: int) -> Case:
     """In random order."""
     x = torch.cartesian_prod(*(torch.linspace(-2, 2, size, dtype=torch.float64) for size in (5, 3, 3)))
-    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(3))]
+    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(3))][missing:]
     smooth = kernels.RBFKernel(active_dims=(0, 1), ard_num_dims=2)
     case = regression(kernels.ScaleKernel(smooth * kernels.MaternKernel(active_dims=(2,))), len(x))
     case.model.set_train_data(x, case.y)
@@ -382,7 +382,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "multitask": _multitask,
     "multitask-low-rank-noise": _multitask_low_rank_noise,
     "priors": _with_priors,
-    "complete-grid": _complete_grid,
+    "complete-grid": lambda: _on_grid(missing=0),
+    "incomplete-grid": lambda: _on_grid(missing=5),
     "inducing-points": _inducing_points,
     "coregionalization": _coregionalization,
     "tasks-of-rows": _tasks_of_rows,

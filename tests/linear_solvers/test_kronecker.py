@@ -1,4 +1,4 @@
-"""Complete grids and data of several outputs: exact factors by eigenvectors, against dense algebra."""
+"""Grids and data of several outputs, of which some may be missing: exact factors by eigenvectors, against dense algebra."""
 
 from functools import reduce
 
@@ -13,6 +13,7 @@ import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators import KernelProducts, operator_of_kernel
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
+from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_solvers.exact_factors import structure
@@ -31,34 +32,51 @@ def covariance(size: int, rank: int) -> Tensor:
     return drawn(size, rank) @ drawn(size, rank).mT
 
 
-def on_grid() -> RadialProductLinearOperator:
-    """Three axes, of sizes 4, 3 and 2, in random order; two factors share an axis, and one has two axes."""
+def on_grid(missing: int = 0) -> RadialProductLinearOperator:
+    """Three axes, of sizes 5, 4 and 2, in random order; two factors share an axis, and one has two axes."""
     kernel = kernels.ScaleKernel(
         kernels.RBFKernel(active_dims=(0, 1), ard_num_dims=2)
         * kernels.MaternKernel(nu=1.5, active_dims=(2,))
         * kernels.PeriodicKernel(active_dims=(2,))
     ).double()
-    x = torch.cartesian_prod(*(drawn(size) for size in (4, 3, 2)))[drawn(24).argsort()]
+    x = torch.cartesian_prod(*(drawn(size) for size in (5, 4, 2)))[drawn(40).argsort()][missing:]
     operator = operator_of_kernel(kernel, x, None, KernelProducts())
     assert isinstance(operator, RadialProductLinearOperator)
     return operator
 
 
 def system(kind: str, dtype: torch.dtype = torch.float64) -> LinearOperator:
-    """A singular K, and a multiple of B; or kernels on a grid."""
+    """A singular K, and a multiple of B; or kernels on a grid. Cells or targets may be missing."""
     convert = lambda matrix: to_linear_operator(matrix.to(dtype))
-    points = on_grid().to(dtype) if "grid" in kind else convert(covariance(POINTS, 5))
-    if kind == "grid":
-        return NoisyLinearOperator(2.5 * points, torch.full(points.shape[-1:], 0.1, dtype=dtype))
+    points = on_grid(4 if "empty cells" in kind else 0).to(dtype) if "grid" in kind else convert(covariance(POINTS, 5))
+    if "tasks" not in kind:
+        noise = torch.full(points.shape[-1:], 0.1, dtype=dtype)
+        return NoisyLinearOperator(2.5 * points, noise, is_homoskedastic=True)
+    observed = torch.ones(points.shape[-1] * TASKS, dtype=torch.bool)
+    if "missing" in kind:
+        observed[[0, 2, 3, 11, 12]] = False
+    masked = lambda whole: ObservedLinearOperator(whole, observed, observed) if "missing" in kind else whole
     kernel = 2.5 * KroneckerLinearOperator(points, convert(covariance(TASKS, 2)))
     if "correlated" not in kind:
-        return NoisyLinearOperator(kernel, torch.tensor([0.1, 0.3, 2.0], dtype=dtype).repeat(points.shape[-1]))
+        noise = torch.tensor([0.1, 0.3, 2.0], dtype=dtype).repeat(points.shape[-1])[observed]
+        return NoisyLinearOperator(masked(kernel), noise, is_homoskedastic=True)
     identity = ConstantDiagLinearOperator(torch.ones(1, dtype=dtype), points.shape[-1])
     noise = covariance(TASKS, 2) + 0.1 * torch.eye(TASKS, dtype=torch.float64)
-    return SumLinearOperator(kernel, KroneckerLinearOperator(identity, convert(noise)))
+    return masked(SumLinearOperator(kernel, KroneckerLinearOperator(identity, convert(noise))))
 
 
-KINDS = ["independent", "correlated", "grid", "grid of tasks", "grid of tasks, correlated"]
+KINDS = [
+    "tasks",
+    "tasks, correlated",
+    "tasks, missing targets",
+    "tasks, correlated, missing targets",
+    "grid",
+    "grid, empty cells",
+    "grid of tasks",
+    "grid of tasks, correlated",
+    "grid of tasks, empty cells",
+    "grid of tasks, correlated, empty cells, missing targets",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,18 +101,44 @@ def test_factor(kind: str, dtype: torch.dtype) -> None:
 def test_score(kind: str) -> None:
     found = kronecker_parts(system(kind))
     assert found is not None
-    parts, cells = found
+    parts, entries = found
     parts = [to_dense(part).detach().requires_grad_() for part in parts]
     *axes, tasks, noise = parts
-    points = reduce(torch.kron, axes)
-    points = points if cells is None else points[cells][:, cells]
-    identity = torch.eye(len(points), dtype=torch.float64)
-    dense = torch.kron(points, tasks) + (torch.kron(identity, noise) if noise.dim() == 2 else noise.diag())
+    whole = torch.kron(reduce(torch.kron, axes), tasks)
+    if noise.dim() == 2:
+        whole = whole + torch.kron(torch.eye(len(whole) // len(noise), dtype=torch.float64), noise)
+    dense = whole[entries][:, entries] + (noise.diag() if noise.dim() == 1 else 0)
     y = drawn(len(dense))
     density = torch.distributions.MultivariateNormal(torch.zeros_like(y), dense).log_prob(y)
-    expected = torch.autograd.grad(density, parts)
-    factor = KroneckerFactor(*parts, cells=cells)
-    torch.testing.assert_close(factor.score(factor.solve(y.unsqueeze(-1))), expected)
+    *expected, of_noise = torch.autograd.grad(density, parts)
+    factor = KroneckerFactor(*parts, entries=entries)
+    *score, found_noise = factor.score(factor.solve(y.unsqueeze(-1)))
+    torch.testing.assert_close(score, expected)
+    if len(entries) < len(whole) and noise.dim() == 1:  # all data of a task share a variance
+        by_task = noise.new_zeros(len(tasks))
+        found_noise, of_noise = (by_task.index_add(0, entries % len(tasks), each) for each in (found_noise, of_noise))
+    torch.testing.assert_close(found_noise, of_noise)
+
+
+def test_missing_data_with_variances_of_their_own_are_left_to_other_solvers() -> None:
+    """Derivatives by each would cost more than the factor."""
+    operator = system("grid, empty cells")
+    noise = operator.noise.requires_grad_()
+    assert structure(NoisyLinearOperator(operator.kernel, noise, is_homoskedastic=True)) is not None
+    assert structure(NoisyLinearOperator(operator.kernel, noise.detach())) is not None
+    assert structure(NoisyLinearOperator(operator.kernel, noise)) is None
+
+
+@pytest.mark.parametrize("setting", ["MOST_EMPTY", "missing"])
+def test_many_missing_data_are_left_to_other_solvers(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, targets = system("grid, empty cells"), system("tasks, missing targets")
+    if setting == "MOST_EMPTY":
+        monkeypatch.setattr("gpy_iterative.linear_operators.radial.grid.MOST_EMPTY", 3)
+        assert structure(grid) is structure(targets) is None
+    else:
+        noisy = lambda missing: NoisyLinearOperator(on_grid(missing), torch.ones(40 - missing).double())
+        assert structure(noisy(8)) is not None
+        assert structure(noisy(9)) is None
 
 
 @pytest.mark.parametrize("least", [1e-6, 1e-12, 0.0])
@@ -118,7 +162,7 @@ def test_a_kernel_of_zeros() -> None:
     torch.testing.assert_close(factor.logdet(), torch.logdet(dense))
 
 
-@pytest.mark.parametrize("name", ["multitask", "multitask-low-rank-noise", "complete-grid"])
+@pytest.mark.parametrize("name", ["multitask", "multitask-low-rank-noise", "complete-grid", "incomplete-grid"])
 def test_a_model_is_exact_beyond_exact_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no dense matrix of all data."""
     monkeypatch.setattr("gpy_iterative.linear_solvers.default.EXACT_BELOW", 10)
@@ -166,7 +210,7 @@ def test_other_systems_have_no_such_factor(operator: LinearOperator) -> None:
 
 
 def test_many_points_are_left_to_other_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
-    operator = system("independent")
+    operator = system("tasks")
     monkeypatch.setattr("gpy_iterative.linear_solvers.default.EXACT_BELOW", 10)
     assert isinstance(default_solver(operator), Cholesky)
     monkeypatch.setattr("gpy_iterative.linear_solvers.kronecker.MOST_POINTS", POINTS - 1)

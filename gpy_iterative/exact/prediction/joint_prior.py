@@ -175,7 +175,7 @@ def rounded_as_all_data(system: TrainingSystem, products: KernelProducts) -> Tra
 def _rounded_as(known: LinearOperator, operator: LinearOperator, rows: Tensor | slice = ALL) -> LinearOperator:
     """K(x, x) at the scaled inputs of these rows of K(x, X): another centre rounds them otherwise."""
     if isinstance(operator, NoisyLinearOperator):
-        return NoisyLinearOperator(_rounded_as(known, operator.kernel, rows), operator.noise)
+        return NoisyLinearOperator(_rounded_as(known, operator.kernel, rows), operator.noise, **operator._kwargs)
     if isinstance(operator, RadialKernelLinearOperator) and isinstance(known, RadialKernelLinearOperator):
         x1 = known.x1[..., rows, :]
         return operator.at(x1.reshape(operator.x1.shape)) if x1.numel() == operator.x1.numel() else operator

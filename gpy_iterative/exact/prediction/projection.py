@@ -29,11 +29,13 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.exact.prediction.local_part import ROUNDING_ERRORS, LocalPart, Neighbours
-from gpy_iterative.linear_operators.extensions import dense, far_field_error
+from gpy_iterative.linear_operators.extensions import dense, far_field_error, sum_terms
+from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
+from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_solvers.base import product_rounding
 from gpy_iterative.linear_solvers.cholesky import ADVICE, CholeskyFactor
-from gpy_iterative.linear_solvers.kronecker import KroneckerFactor
+from gpy_iterative.linear_solvers.kronecker import KroneckerFactor, entries_of
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
 #: With a far field neighbours matter most, and blocks [n, rank] are limited.
@@ -111,6 +113,33 @@ class ExactProjection(Projection):
 
     def numbers_per_point(self, test_train: LinearOperator) -> int:
         return 4 * test_train.shape[-1]
+
+
+@dataclass(frozen=True)
+class KroneckerProjection(ExactProjection):
+    """All data, on a grid or of several outputs."""
+
+    factor: KroneckerFactor
+
+    def _coefficients(self, test_train: LinearOperator) -> Tensor:
+        rows = self._rows_by_axis(test_train)
+        return super()._coefficients(test_train) if rows is None else self.factor.whiten_product(rows).mT
+
+    def _rows_by_axis(self, test_train: LinearOperator) -> list[Tensor] | None:
+        """K(x, X) as products of rows [t, size] of a grid's axes, and of tasks; None if the data are on no grid."""
+        (term, scale), *others = sum_terms(test_train)
+        has_tasks = isinstance(term, KroneckerLinearOperator)
+        points = term.points if has_tasks else term
+        cells = points.grid_cells() if isinstance(points, RadialProductLinearOperator) and not others else None
+        if cells is None:
+            return None
+        axes = points.axis_rows()
+        tasks = dense(term.tasks) if has_tasks else torch.ones(1, 1, dtype=term.dtype, device=term.device)
+        entries = entries_of(cells, len(tasks), self.observed)
+        if [axis.shape[-1] for axis in axes] != self.factor.sizes or not torch.equal(entries, self.factor.entries):
+            return None  # the grid of observed data is another
+        rows = [dense(axis).repeat_interleave(len(tasks), dim=0) for axis in axes]
+        return [*rows, (scale * tasks).repeat(points.shape[-2], 1)]
 
 
 @dataclass(frozen=True)

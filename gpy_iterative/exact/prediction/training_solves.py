@@ -10,7 +10,13 @@ from torch import Tensor
 from gpy_iterative.errors import VarianceWarning, warn
 from gpy_iterative.exact.prediction.blocks import as_columns, from_columns, scatter_rows
 from gpy_iterative.exact.prediction.new_observations import has_grown_from, locally_corrected, new_rows, padded
-from gpy_iterative.exact.prediction.projection import ExactProjection, GalerkinProjection, Projection, ProjectionRecipe
+from gpy_iterative.exact.prediction.projection import (
+    ExactProjection,
+    GalerkinProjection,
+    KroneckerProjection,
+    Projection,
+    ProjectionRecipe,
+)
 from gpy_iterative.exact.prediction.variance_error import VarianceError, lower_variance_error
 from gpy_iterative.exact.probes import RandomFeatures, frequency_draws
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
@@ -20,6 +26,7 @@ from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.linear_solvers.exact_factors import ExactFactor, structure
+from gpy_iterative.linear_solvers.kronecker import KroneckerFactor
 from gpy_iterative.linear_solvers.low_rank import LowRankFactor
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus, warn_of
 from gpy_iterative.random_numbers import normal
@@ -174,7 +181,8 @@ class TrainingSolves:
                 if isinstance(factor, LowRankFactor):
                     self._projection = GalerkinProjection(scatter_rows(factor.basis(), system.observed), None)
                 else:
-                    self._projection = ExactProjection(factor, system.observed)
+                    kind = KroneckerProjection if isinstance(factor, KroneckerFactor) else ExactProjection
+                    self._projection = kind(factor, system.observed)
             elif self._projection is None:
                 self._projection = self._recipe.build(system.operator, system.observed)
             return self._projection

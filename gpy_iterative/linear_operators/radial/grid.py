@@ -20,6 +20,8 @@ _ALL = slice(None)
 
 #: Most cells for each datum.
 MOST_CELLS = 8
+#: Most cells without data for an exact factor, which may also be a quarter of the data.
+MOST_EMPTY = 3000
 #: Cells times columns that are multiplied at a time; they bound the memory of products.
 ENTRIES = ByDevice(cpu=2**22, accelerator=2**27)
 
@@ -91,6 +93,19 @@ def cells_of(axes: Sequence[Axis]) -> Tensor:
     cells = torch.zeros_like(axes[0].place)
     for axis in axes:
         cells = cells * axis.size + axis.place
+    return cells
+
+
+def most_empty(rows: int) -> float:
+    """An exact factor costs more with more cells that have no datum."""
+    return min(MOST_EMPTY, rows / 4)
+
+
+def own_cells(axes: Sequence[Axis]) -> Tensor | None:
+    """Each datum's cell [n]; None if two data share a cell, or many cells have none."""
+    cells, size = cells_of(axes), math.prod(axis.size for axis in axes)
+    if size - len(cells) > most_empty(len(cells)) or bool((cells.bincount(minlength=size) > 1).any()):
+        return None
     return cells
 
 

@@ -1,6 +1,5 @@
 """Products of radial kernels, entry by entry, such as a Matern kernel of space and one of time."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial, reduce
@@ -12,12 +11,14 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field.far_field import automatic_tolerance
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.radial.grid import Axis, Grid, cells_of
+from gpy_iterative.linear_operators.radial.grid import Axis, Grid, own_cells
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product_tiles import ProductTiles
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
+
+_ALL = slice(None)
 
 
 class RadialProductLinearOperator(TiledLinearOperator):
@@ -26,7 +27,7 @@ class RadialProductLinearOperator(TiledLinearOperator):
     Args:
         factors: of one shape and cache, without far fields; those after the first have no outputscale.
         products: of the whole matrix and of a grid's axes; None: those of the factors.
-        axes: of a grid, if data are on one (see `grid.py`).
+        axes: of a grid, if the columns' inputs are on one (see `grid.py`).
         is_smooth: whether the whole matrix may have a far field.
 
     A product of the matrix costs one evaluation of each factor, or n m s multiply-adds of kept tiles; the derivative costs
@@ -58,7 +59,8 @@ class RadialProductLinearOperator(TiledLinearOperator):
     def by_factor(self) -> list["ProductByFactor"]:
         """The product as functions of one factor each; the first keeps tiles, and the grid or far field."""
         # Functions of the operator itself would be a cycle of references, which keeps memory.
-        make_grid = partial(_make_grid, () if self.batch_shape else self._axes, self.factors, self.products, self.cache)
+        axes = self._axes if self.symmetric and not self.batch_shape else ()
+        make_grid = partial(_make_grid, axes, self.factors, self.products, self.cache)
         products = self.products if self._is_smooth else replace(self.products, far_field=None)
         found: list[ProductByFactor] = []
         for number, factor in enumerate(self.factors):
@@ -74,19 +76,23 @@ class RadialProductLinearOperator(TiledLinearOperator):
     def has_fast_products(self) -> bool:
         return self.tiles().grid is not None
 
-    def complete_grid(self) -> tuple[list[LinearOperator], Tensor] | None:
-        """K_a of all axes, with graph, and each datum's cell [n]; None unless each cell of a grid has one datum."""
-        size = self.shape[-1]
-        if not self._axes or self.batch_shape or math.prod(axis.size for axis in self._axes) != size:
-            return None
-        cells = cells_of(self._axes)
-        if bool((cells.bincount(minlength=size) != 1).any()):
-            return None
-        return [self._of_axis(axis) for axis in self._axes], cells
+    def grid_cells(self) -> Tensor | None:
+        """Each column's cell, see `own_cells`; None if the columns' inputs are on no such grid."""
+        return own_cells(self._axes) if self._axes and not self.batch_shape else None
 
-    def _of_axis(self, axis: Axis) -> LinearOperator:
-        parts = [self.factors[number].at(self.factors[number].x1[axis.first]) for number in axis.factors]
-        return parts[0] if len(parts) == 1 else RadialProductLinearOperator(*parts)
+    def axis_kernels(self) -> list[LinearOperator]:
+        """The kernel matrices of the distinct inputs of all axes, with graph."""
+        return self._by_axis(lambda factor, first: factor.at(factor.x1[first]))
+
+    def axis_rows(self) -> list[LinearOperator]:
+        """Rows [t, size] for all axes, with graph: the matrix's rows are their products."""
+        return self._by_axis(lambda factor, first: factor[:, first])
+
+    def _by_axis(
+        self, part: Callable[[RadialKernelLinearOperator, Tensor], RadialKernelLinearOperator]
+    ) -> list[LinearOperator]:
+        found = [[part(self.factors[number], axis.first) for number in axis.factors] for axis in self._axes]
+        return [parts[0] if len(parts) == 1 else RadialProductLinearOperator(*parts) for parts in found]
 
     def far_field_error(self) -> float | None:
         grid, field = self.tiles().grid, self.tiles().far_field()
@@ -118,11 +124,15 @@ class RadialProductLinearOperator(TiledLinearOperator):
     def kernel_inputs(self) -> Tensor:
         return torch.cat([factor.kernel_inputs() for factor in self.factors], dim=-1)
 
-    def _on_factors(self, change: Callable[[RadialKernelLinearOperator], Any]) -> LinearOperator:
-        return type(self)(*map(change, self.factors), products=self.products, is_smooth=self._is_smooth)
+    def _on_factors(
+        self, change: Callable[[RadialKernelLinearOperator], Any], axes: Sequence[Axis] = ()
+    ) -> LinearOperator:
+        return type(self)(*map(change, self.factors), products=self.products, axes=axes, is_smooth=self._is_smooth)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        return self._on_factors(lambda factor: factor._getitem(row_index, col_index, *batch_indices))
+        has_all = isinstance(col_index, slice) and col_index == _ALL
+        axes = self._axes if has_all else ()
+        return self._on_factors(lambda factor: factor._getitem(row_index, col_index, *batch_indices), axes)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
         entries = [factor._get_indices(row_index, col_index, *batch_indices) for factor in self.factors]

@@ -1,11 +1,13 @@
 """Projections of the data against dense algebra: exact where they are complete, never too small where they are not."""
 
 import math
+from functools import partial
 
 import gpytorch
 import numpy as np
 import pytest
 import torch
+from gpytorch import kernels
 from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
@@ -14,12 +16,19 @@ import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.exact.prediction import local_part
 from gpy_iterative.exact.prediction import projection as projection_module
-from gpy_iterative.exact.prediction.projection import ExactProjection, GalerkinProjection, ProjectionRecipe
-from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.exact.prediction.projection import (
+    ExactProjection,
+    GalerkinProjection,
+    KroneckerProjection,
+    ProjectionRecipe,
+)
+from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, operator_of_kernel
+from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
+from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.preconditioners.vecchia import block_factors
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
-from tests.exact.gaussian_models import Regression
+from tests.exact.gaussian_models import CASES, Regression
 from tests.oracles import problem
 
 N, T = 60, 8
@@ -73,6 +82,59 @@ def test_cholesky_is_exact() -> None:
     wanted = exact_covariance(operator, cross, prior)
     torch.testing.assert_close(projection.covariance(prior, cross), wanted)
     torch.testing.assert_close(projection.variance(prior.diagonal(), cross), wanted.diagonal())
+
+
+@pytest.mark.parametrize("has_tasks", [False, True])
+@pytest.mark.parametrize("missing", [0, 4])
+def test_rows_on_a_grid_are_products_over_axes(missing: int, has_tasks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row of K(x, X) is evaluated. Some points are data."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = partial(torch.randn, generator=generator, dtype=torch.float64)
+    x = torch.cartesian_prod(drawn(5), drawn(4), drawn(3))[torch.randperm(60, generator=generator)][missing:]
+    points = torch.cat([drawn(30, 3), x[:5]]).requires_grad_()
+    smooth = kernels.RBFKernel(active_dims=(0, 1), ard_num_dims=2)
+    kernel = kernels.ScaleKernel(smooth * kernels.MaternKernel(nu=1.5, active_dims=(2,))).double()
+    train, cross, prior = (
+        operator_of_kernel(kernel, *pair, KernelProducts()) for pair in ((x, None), (points, x), (points, None))
+    )
+    if has_tasks:
+        tasks = to_linear_operator(torch.tensor([[1.0, 0.4], [0.4, 0.7]], dtype=torch.float64))
+        train, cross, prior = (2 * KroneckerLinearOperator(part, tasks) for part in (train, cross, prior))
+    noise = torch.full((train.shape[-1],), NOISE, dtype=torch.float64)
+    prior, operator = prior.to_dense(), NoisyLinearOperator(train, noise)
+    wanted = exact_covariance(operator, cross, prior)
+    projection = KroneckerProjection(Cholesky().factorize(operator.detach()))
+
+    def refused(operator: object) -> Tensor:
+        raise AssertionError("a matrix of all data")
+
+    monkeypatch.setattr(RadialProductLinearOperator, "to_dense", refused)
+    found, variance = projection.covariance(prior, cross), projection.variance(prior.diagonal(), cross)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(variance, wanted.diagonal())
+    gradients = [
+        torch.autograd.grad(each.sum(), points, retain_graph=True)[0] for each in (variance, wanted.diagonal())
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("whole_axis", [False, True])
+def test_missing_targets_on_a_grid(whole_axis: bool) -> None:
+    """Of single data, or of all of an input: the grid of observed data is then another than that of all."""
+    case = CASES["complete-grid"]()
+    last = case.x[:, 0].max()
+    case.y[(case.x[:, 0] == last) if whole_axis else [3, 8]] = torch.nan
+    points = torch.randn(40, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with gpytorch.settings.observation_nan_policy("mask"), torch.no_grad():
+        mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model)
+        mll(case.model(case.x), case.y)
+        found = mll.posterior()(points)
+        kernel, noise, seen = case.model.covar_module, case.likelihood.noise, ~case.y.isnan()
+        rows = kernel(points, case.x[seen]).to_dense()
+        matrix = kernel(case.x[seen]).to_dense() + noise * torch.eye(int(seen.sum()), dtype=torch.float64)
+        wanted = kernel(points).to_dense() - rows @ torch.linalg.solve(matrix, rows.mT)
+    torch.testing.assert_close(found.covariance_matrix, wanted, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found.variance, wanted.diagonal(), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(("rank", "neighbours"), [(1, 1), (1, 20), (10, 5), (40, 1), (40, 19)])

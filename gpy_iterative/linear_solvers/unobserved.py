@@ -1,0 +1,128 @@
+"""Entries of a Kronecker system that have no datum, such as a station's missing days.
+
+With P = H^-1 of the whole system, o the data and e the other entries, H_oo^-1 = P_oo - P_oe P_ee^-1 P_eo and
+log|H_oo| = log|H| + log|P_ee|. P_ee comes from eigenvectors, one axis at a time.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, reduce
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.errors import NotPositiveDefiniteError
+from gpy_iterative.linear_operators.tiles.tiles import blocks
+from gpy_iterative.worker_threads import ByDevice
+
+#: Numbers of a derivative that are held at a time.
+NUMBERS = ByDevice(cpu=2**23, accelerator=2**27)
+
+
+class Unobserved:
+    """P_ee of m entries.
+
+    Args:
+        entries: e, numbers [m] of (cell, task).
+        bases: Q_1, Q_2, ..., W with P = C diag(values) C^T, C = Q_1 x Q_2 x ... x W.
+        values: [*sizes, T].
+
+    Cost, for an axis of k inputs and N entries in all: N (k^2 + m^2 / k) + m^3 / 6 multiply-adds; twice that for
+    derivatives.
+    """
+
+    def __init__(self, entries: Tensor, bases: Sequence[Tensor], values: Tensor) -> None:
+        self.entries, self._values = entries, values
+        (*self._bases, self._tasks_basis), (*self._places, task) = bases, torch.unravel_index(entries, values.shape)
+        self._tasks = self._tasks_basis[task]  # [m, T]
+        matrix = values.new_empty(len(entries), len(entries))
+        for group, columns in self._gram(values):
+            matrix[:, group] = torch.einsum("mt,gt,tmg->mg", self._tasks, self._tasks[group], columns)
+        self._lower, info = torch.linalg.cholesky_ex(matrix)
+        if info:
+            raise NotPositiveDefiniteError(
+                "The kernel with noise is singular to rounding: keep the noise away from zero."
+            )
+
+    def logdet(self) -> Tensor:
+        return 2 * self._lower.diagonal().log().sum()
+
+    def correction(self, rotated: Tensor) -> Tensor:
+        """C^T E^T P_ee^-1 E C diag(values) rotated, for [*sizes, T, s]."""
+        number = self._cheapest
+        (used, _, groups), rows = self._by_place(number), self._rows(number, with_tasks=True)
+        weighted = (self._values.unsqueeze(-1) * rotated).movedim(number, 0)
+        by_place = (used @ weighted.flatten(1)).unflatten(1, (rows.shape[1], -1))
+        parts = [rows[group] @ at for group, at in zip(groups, by_place, strict=True)]
+        found = torch.cat(parts)[torch.cat(groups).argsort()]
+        solved = torch.cholesky_solve(found, self._lower)
+        by_place = torch.stack([rows[group].mT @ solved[group] for group in groups])
+        return (used.mT @ by_place.flatten(1)).view(weighted.shape).movedim(0, number)
+
+    @cached_property
+    def _inverse(self) -> Tensor:
+        return torch.cholesky_inverse(self._lower)
+
+    def score(self, spectra: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Derivatives of -log|P_ee| by K_1, K_2, ..., B, with eigenvalues `spectra` in the bases, and by N."""
+        for number in range(len(self._bases)):
+            yield self._by_axis(number, outer([each for place, each in enumerate(spectra) if place != number]))
+        yield from self._by_tasks(outer(spectra[:-1]))
+
+    def _by_axis(self, number: int, others: Tensor) -> Tensor:
+        """By K_k: Q X Q^T, X = sum_b others_b A_b^T V_b A_b, A_b = Q diag(values_b), b of the other axes."""
+        basis, values, others = self._bases[number], self._values.movedim(number, 0).flatten(1), others.flatten()
+        (used, place, groups), rows = self._by_place(number), self._rows(number, with_tasks=True)
+        result = torch.zeros_like(basis)
+        for part in blocks(len(others), max(NUMBERS.on(basis.device) // max(used.numel(), len(place)), 1)):
+            some = rows[:, part]
+            pairs = basis.new_zeros(len(used), len(used), some.shape[-1])  # V
+            for of_first, group in zip(pairs, groups, strict=True):
+                of_first.index_add_(0, place, some * (self._inverse[:, group] @ some[group]))
+            scaled = used * values[:, part].mT.unsqueeze(-2)
+            products = (pairs * others[part]).movedim(-1, 0) @ scaled
+            result.addmm_(scaled.flatten(0, 1).mT, products.flatten(0, 1))
+        return basis @ result @ basis.mT
+
+    def _by_tasks(self, of_cells: Tensor) -> Tensor:
+        """By B and N: W X W^T, [2, T, T]."""
+        basis, values = self._tasks_basis, self._values
+        pairs = (values.unsqueeze(-1) * values.unsqueeze(-2)).flatten(-2)
+        weights = torch.cat([of_cells.unsqueeze(-1) * pairs, pairs], dim=-1)
+        result = basis.new_zeros(2, *basis.shape)
+        for group, columns in self._gram(weights):
+            products = (columns * self._inverse[:, group]).unflatten(0, result.shape)
+            result += torch.einsum("ktumg,mt,gu->ktu", products, self._tasks, self._tasks[group])
+        return basis @ result @ basis.mT
+
+    def _gram(self, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Columns of E (Q_1 x Q_2 x ...) diag(weights) (Q_1 x Q_2 x ...)^T E^T [q, m, m] in groups, for [*sizes, q]."""
+        number = self._cheapest
+        (used, place, groups), rows = self._by_place(number), self._rows(number)
+        weights = weights.movedim(number, 0).reshape(used.shape[-1], -1, weights.shape[-1]).movedim(-1, 0)
+        for own, group in zip(used, groups, strict=True):
+            of_pairs = (used * own) @ weights  # [q, used, product of other sizes]
+            yield group, (of_pairs[:, place] * rows) @ rows[group].mT
+
+    @cached_property
+    def _cheapest(self) -> int:
+        """The axis whose pairs of inputs cost least."""
+        cost = lambda number: len(self._by_place(number)[0]) ** 2 + len(self.entries) ** 2 / len(self._bases[number])
+        return min(range(len(self._bases)), key=cost)
+
+    def _by_place(self, number: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """Rows of an axis' basis that entries have, the row of each entry, and the entries of each row."""
+        used, place, counts = self._places[number].unique(return_inverse=True, return_counts=True)
+        return self._bases[number][used], place, place.argsort().split(counts.tolist())
+
+    def _rows(self, number: int, *, with_tasks: bool = False) -> Tensor:
+        """The entries' rows of the bases of the other axes, perhaps with that of tasks [m, product of sizes]."""
+        rows = self._tasks if with_tasks else self._tasks.new_ones(len(self.entries), 1)
+        for other in reversed(range(len(self._bases))):
+            if other != number:
+                rows = (self._bases[other][self._places[other]].unsqueeze(-1) * rows.unsqueeze(-2)).flatten(1)
+        return rows
+
+
+def outer(vectors: Sequence[Tensor]) -> Tensor:
+    """The products of all entries [*sizes] of vectors."""
+    return reduce(lambda left, right: left.unsqueeze(-1) * right, vectors)
