@@ -22,7 +22,7 @@ from gpy_iterative.linear_solvers.unobserved import Unobserved, outer
 from gpy_iterative.preconditioners.task_noise import kronecker_terms
 
 #: Eigenvectors cost less than a dense factor up to so many rows, and less than most solves up to so many inputs of an axis,
-#: or so many times the root of the rows.
+#: or, if no entry is without a datum, so many times the root of the rows.
 MOST_ROWS, MOST_POINTS, MOST_BY_ROOT = 3000, 1000, 10
 SINGULAR = "The kernel with the noise of the tasks is not positive definite: keep the noise away from zero."
 
@@ -55,12 +55,12 @@ def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[tuple[LinearOper
             return None
         cells = torch.arange(points.shape[-1], device=operator.device)
     rows, sizes = operator.shape[-1], [axis.shape[-1] for axis in axes]
-    if rows > MOST_ROWS and max(sizes) > max(MOST_POINTS, MOST_BY_ROOT * math.sqrt(rows)):
+    num_unobserved = math.prod(sizes) * tasks.shape[-1] - rows
+    most_by_root = 0 if num_unobserved else MOST_BY_ROOT * math.sqrt(rows)
+    is_large = rows > MOST_ROWS and max(sizes) > max(MOST_POINTS, most_by_root)
+    if is_large or num_unobserved > most_empty(rows):
         return None
     entries = entries_of(cells, tasks.shape[-1], observed)
-    num_unobserved = math.prod(sizes) * tasks.shape[-1] - rows
-    if num_unobserved > most_empty(rows):
-        return None
     if not is_independent:
         return (*axes, tasks, noises[0]), entries
     noise, task = operator.noise, entries % tasks.shape[-1]
