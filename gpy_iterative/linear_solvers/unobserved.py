@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.errors import NotPositiveDefiniteError
+from gpy_iterative.linear_operators.radial.grid import row_products
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.worker_threads import ByDevice
 
@@ -57,6 +58,18 @@ class Unobserved:
         solved = torch.cholesky_solve(found, self._lower)
         by_place = torch.stack([rows[group].mT @ solved[group] for group in groups])
         return (used.mT @ by_place.flatten(1)).view(weighted.shape).movedim(0, number)
+
+    def explained(self, rows: Sequence[Tensor]) -> Tensor:
+        """|P_ee^-1/2 E C diag(values) r|^2 [t] of products r of rows [t, size] of all axes and tasks."""
+        number = self._cheapest
+        (used, _, groups), of_entries = self._by_place(number), self._rows(number, with_tasks=True)
+        values, others = self._values.movedim(number, 0).flatten(1), row_products([*rows[:number], *rows[number + 1 :]])
+        parts = [
+            of_entries[group] @ (((rows[number] * own) @ values) * others).mT
+            for own, group in zip(used, groups, strict=True)
+        ]
+        found = torch.cat(parts)[torch.cat(groups).argsort()]
+        return torch.linalg.solve_triangular(self._lower, found, upper=False).square().sum(0)
 
     @cached_property
     def _inverse(self) -> Tensor:
@@ -116,11 +129,9 @@ class Unobserved:
 
     def _rows(self, number: int, *, with_tasks: bool = False) -> Tensor:
         """The entries' rows of the bases of the other axes, perhaps with that of tasks [m, product of sizes]."""
-        rows = self._tasks if with_tasks else self._tasks.new_ones(len(self.entries), 1)
-        for other in reversed(range(len(self._bases))):
-            if other != number:
-                rows = (self._bases[other][self._places[other]].unsqueeze(-1) * rows.unsqueeze(-2)).flatten(1)
-        return rows
+        pairs = enumerate(zip(self._bases, self._places, strict=True))
+        rows = [basis[place] for other, (basis, place) in pairs if other != number]
+        return row_products([*rows, self._tasks if with_tasks else self._tasks.new_ones(len(self.entries), 1)])
 
 
 def outer(vectors: Sequence[Tensor]) -> Tensor:

@@ -74,14 +74,17 @@ class Projection(ABC):
 
     def variance(self, prior_variance: Tensor, test_train: LinearOperator) -> Tensor:
         """var(x) [*batch, t] from k(x, x), never below its rounding error."""
-        test_train = self._prepared(test_train)
-        coefficients = self._coefficients(test_train)
         # The two numbers may agree in almost all digits of float32.
+        explained = self._explained_variance(self._prepared(test_train))
+        variance = prior_variance.double() - explained.reshape(prior_variance.shape)
+        return variance.to(prior_variance.dtype).maximum(_least_variance(prior_variance))
+
+    def _explained_variance(self, test_train: LinearOperator) -> Tensor:
+        coefficients = self._coefficients(test_train)
         explained = torch.linalg.vector_norm(coefficients, dim=-1, dtype=torch.float64).square()
         if self._has_neighbours and explained.numel():
             explained = explained + Neighbours(self.local, test_train, coefficients).explained_variance()
-        variance = prior_variance.double() - explained.reshape(prior_variance.shape)
-        return variance.to(prior_variance.dtype).maximum(_least_variance(prior_variance))
+        return explained
 
     def covariance(self, prior_covariance: Tensor, test_train: LinearOperator) -> Tensor:
         """The covariance [*batch, t, t], semi-definite up to rounding; its diagonal is `variance`."""
@@ -124,6 +127,10 @@ class KroneckerProjection(ExactProjection):
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
         rows = self._rows_by_axis(test_train)
         return super()._coefficients(test_train) if rows is None else self.factor.whiten_product(rows).mT
+
+    def _explained_variance(self, test_train: LinearOperator) -> Tensor:
+        rows = self._rows_by_axis(test_train)
+        return super()._explained_variance(test_train) if rows is None else self.factor.explained(rows)
 
     def _rows_by_axis(self, test_train: LinearOperator) -> list[Tensor] | None:
         """K(x, X) as products of rows [t, size] of a grid's axes, and of tasks; None if the data are on no grid."""

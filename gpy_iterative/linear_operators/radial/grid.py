@@ -6,7 +6,7 @@ K = S (K_1 x K_2 x ...) S^T: K_a is the kernel matrix of the distinct inputs of 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from itertools import combinations
 
 import torch
@@ -109,10 +109,21 @@ def own_cells(axes: Sequence[Axis]) -> Tensor | None:
     return cells
 
 
+def spread(vectors: Tensor, cells: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Vectors [n, s] of data with these cells, as sums [*sizes, s]."""
+    whole = vectors.new_zeros(math.prod(sizes), vectors.shape[-1])
+    return whole.index_add_(0, cells, vectors).unflatten(0, tuple(sizes))
+
+
 def along_axis(cells: Tensor, number: int, multiply: Callable[[Tensor], Tensor]) -> Tensor:
     """Cells [*sizes, s], multiplied along one axis by a function of columns [size, k]."""
     along = cells.movedim(number, 0)
     return multiply(along.flatten(1)).unflatten(1, along.shape[1:]).movedim(0, number)
+
+
+def row_products(parts: Sequence[Tensor]) -> Tensor:
+    """Rows [t, product of sizes]: Kronecker products of rows [t, size]."""
+    return reduce(lambda left, right: (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(1), parts)
 
 
 class Grid:
@@ -135,8 +146,7 @@ class Grid:
 
     def spread(self, vectors: Tensor) -> Tensor:
         """Vectors [n, s] in cells [*sizes, s]."""
-        cells = vectors.new_zeros(self._shape.numel(), vectors.shape[-1])
-        return cells.index_add_(0, self._cells, vectors).unflatten(0, self._shape)
+        return spread(vectors, self._cells, self._shape)
 
     def picked(self, cells: Tensor) -> Tensor:
         return cells.flatten(0, -2).index_select(0, self._cells)

@@ -1,5 +1,6 @@
 """Products of radial kernels, entry by entry, such as a Matern kernel of space and one of time."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial, reduce
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field.far_field import automatic_tolerance
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.radial.grid import Axis, Grid, own_cells
+from gpy_iterative.linear_operators.radial.grid import ENTRIES, Axis, Grid, cells_of, own_cells, row_products, spread
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product_tiles import ProductTiles
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
+from gpy_iterative.linear_operators.tiles.tiles import blocks
 
 _ALL = slice(None)
 
@@ -102,6 +104,19 @@ class RadialProductLinearOperator(TiledLinearOperator):
 
     def _size(self) -> torch.Size:
         return self.factors[0].shape
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        needs_graph = torch.is_grad_enabled() and any(each.requires_grad for each in (*self.representation(), rhs))
+        if self.symmetric or not self._axes or self.batch_shape or rhs.dim() > 2 or needs_graph:
+            return super()._matmul(rhs)
+        with torch.no_grad():
+            first, *others = [axis.to_dense() for axis in self.axis_rows()]
+            cells = spread(rhs, cells_of(self._axes), (first.shape[-1], math.prod(each.shape[-1] for each in others)))
+            parts = []
+            for rows in blocks(len(first), max(ENTRIES.on(rhs.device) // cells[0].numel(), 1)):
+                along = (first[rows] @ cells.flatten(1)).unflatten(1, cells.shape[1:])
+                parts.append(torch.einsum("tr,trs->ts", row_products([each[rows] for each in others]), along))
+            return torch.cat(parts)
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         return self._differentiable_values() @ rhs

@@ -21,6 +21,7 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial import grid
 from gpy_iterative.linear_operators.radial.grid import axes_of
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
+from gpy_iterative.linear_operators.radial.product_tiles import ProductTiles
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.worker_threads import ByDevice
@@ -233,6 +234,31 @@ def test_an_rbf_kernel_of_stations_stays_one_factor() -> None:
     """Of two, their axis would have no far field."""
     operator = operator_of(made("smooth space and time"), on_grid(missing=0, repeated=0))
     assert len(operator.factors) == 2
+
+
+@pytest.mark.parametrize("entries", [1, 2**22])
+@pytest.mark.parametrize("name", ["two kernels of time", "smooth space and time"])
+def test_rows_of_further_points_are_products_over_axes(
+    name: str, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tile of K(x, X) is evaluated. Data may share cells, and cells may be empty."""
+    monkeypatch.setattr("gpy_iterative.linear_operators.radial.product.ENTRIES", ByDevice(cpu=entries, accelerator=1))
+    kernel, x, points = made(name), on_grid(), random(40, 3, seed=4).requires_grad_()
+    operator = operator_of_kernel(kernel, points, x, PRODUCTS)
+    vectors, expected = random(len(x), 3), kernel(points, x).to_dense()
+    gradients = [torch.autograd.grad((each @ vectors).sum(), points)[0] for each in (operator, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-7)
+    monkeypatch.setattr(ProductTiles, "product", None)
+    for part in (operator, operator[3:20]):
+        rows = expected if part is operator else expected[3:20]
+        torch.testing.assert_close(part.detach() @ vectors, rows.detach() @ vectors, rtol=1e-6, atol=1e-7)
+
+
+def test_few_rows_do_not_look_for_a_grid() -> None:
+    x = on_grid(missing=0, repeated=0)
+    few, many = (operator_of_kernel(made("space and time"), random(rows, 3), x, PRODUCTS) for rows in (4, 40))
+    assert few.grid_cells() is None
+    assert many.grid_cells() is not None
 
 
 def test_learned_inputs_have_derivatives_by_point() -> None:
