@@ -6,6 +6,7 @@ entries may have no datum.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from linear_operator import LinearOperator, to_dense
@@ -19,6 +20,7 @@ from gpy_iterative.linear_operators.radial.grid import along_axis, most_empty, r
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_solvers.unobserved import Unobserved, outer
 from gpy_iterative.preconditioners.task_noise import kronecker_terms
+from gpy_iterative.worker_threads import run
 
 #: Eigenvectors cost less than a dense factor up to so many rows, and less than most solves up to so many inputs of an axis,
 #: or, if no entry is without a datum, so many times the root of the rows.
@@ -110,7 +112,8 @@ class KroneckerFactor:
         if info:
             raise NotPositiveDefiniteError(SINGULAR)
         inverse = torch.linalg.inv(root)
-        values, bases = zip(*map(torch.linalg.eigh, self._axes), strict=True)
+        found = run([partial(torch.linalg.eigh, axis) for axis in self._axes], noise.device)
+        values, bases = zip(*found, strict=True)
         of_noise, vectors = torch.linalg.eigh(inverse @ noise @ inverse.mT)
         of_noise = of_noise.clamp(0, 1)
         self._values = [each.clamp_min(0) for each in values]

@@ -4,8 +4,8 @@ With P = H^-1 of the whole system, o the data and e the other entries, H_oo^-1 =
 log|H_oo| = log|H| + log|P_ee|. P_ee comes from eigenvectors, one axis at a time.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property, reduce
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial, reduce
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.linear_operators.radial.grid import row_products
 from gpy_iterative.linear_operators.tiles.tiles import blocks
-from gpy_iterative.worker_threads import ByDevice
+from gpy_iterative.worker_threads import ByDevice, run
 
 #: Numbers of a derivative that are held at a time.
 NUMBERS = ByDevice(cpu=2**23, accelerator=2**27)
@@ -35,9 +35,8 @@ class Unobserved:
         self.entries, self._values = entries, values
         (*self._bases, self._tasks_basis), (*self._places, task) = bases, torch.unravel_index(entries, values.shape)
         self._tasks = self._tasks_basis[task]  # [m, T]
-        matrix = values.new_empty(len(entries), len(entries))
-        for group, columns in self._gram(values):
-            matrix[:, group] = torch.einsum("mt,gt,tmg->mg", self._tasks, self._tasks[group], columns)
+        of_tasks = lambda group, columns: torch.einsum("mt,gt,tmg->gm", self._tasks, self._tasks[group], columns)
+        matrix = self._in_order(self._gram(values, of_tasks))
         self._lower, info = torch.linalg.cholesky_ex(matrix)
         if info:
             raise NotPositiveDefiniteError(
@@ -53,8 +52,7 @@ class Unobserved:
         (used, _, groups), rows = self._by_place(number), self._rows(number, with_tasks=True)
         weighted = (self._values.unsqueeze(-1) * rotated).movedim(number, 0)
         by_place = (used @ weighted.flatten(1)).unflatten(1, (rows.shape[1], -1))
-        parts = [rows[group] @ at for group, at in zip(groups, by_place, strict=True)]
-        found = torch.cat(parts)[torch.cat(groups).argsort()]
+        found = self._in_order([rows[group] @ at for group, at in zip(groups, by_place, strict=True)])
         solved = torch.cholesky_solve(found, self._lower)
         by_place = torch.stack([rows[group].mT @ solved[group] for group in groups])
         return (used.mT @ by_place.flatten(1)).view(weighted.shape).movedim(0, number)
@@ -64,11 +62,8 @@ class Unobserved:
         number = self._cheapest
         (used, _, groups), of_entries = self._by_place(number), self._rows(number, with_tasks=True)
         values, others = self._values.movedim(number, 0).flatten(1), row_products([*rows[:number], *rows[number + 1 :]])
-        parts = [
-            of_entries[group] @ (((rows[number] * own) @ values) * others).mT
-            for own, group in zip(used, groups, strict=True)
-        ]
-        found = torch.cat(parts)[torch.cat(groups).argsort()]
+        product = lambda own, group: of_entries[group] @ (((rows[number] * own) @ values) * others).mT
+        found = self._in_order(run([partial(product, *pair) for pair in zip(used, groups, strict=True)], values.device))
         return torch.linalg.solve_triangular(self._lower, found, upper=False).square().sum(0)
 
     @cached_property
@@ -89,8 +84,8 @@ class Unobserved:
         for part in blocks(len(others), max(NUMBERS.on(basis.device) // max(used.numel(), len(place)), 1)):
             some = rows[:, part]
             pairs = basis.new_zeros(len(used), len(used), some.shape[-1])  # V
-            for of_first, group in zip(pairs, groups, strict=True):
-                of_first.index_add_(0, place, some * (self._inverse[:, group] @ some[group]))
+            add = lambda at, group, some=some: at.index_add_(0, place, some * (self._inverse[:, group] @ some[group]))
+            run([partial(add, *pair) for pair in zip(pairs, groups, strict=True)], basis.device)
             scaled = used * values[:, part].mT.unsqueeze(-2)
             products = (pairs * others[part]).movedim(-1, 0) @ scaled
             result.addmm_(scaled.flatten(0, 1).mT, products.flatten(0, 1))
@@ -101,20 +96,29 @@ class Unobserved:
         basis, values = self._tasks_basis, self._values
         pairs = (values.unsqueeze(-1) * values.unsqueeze(-2)).flatten(-2)
         weights = torch.cat([of_cells.unsqueeze(-1) * pairs, pairs], dim=-1)
-        result = basis.new_zeros(2, *basis.shape)
-        for group, columns in self._gram(weights):
-            products = (columns * self._inverse[:, group]).unflatten(0, result.shape)
-            result += torch.einsum("ktumg,mt,gu->ktu", products, self._tasks, self._tasks[group])
-        return basis @ result @ basis.mT
 
-    def _gram(self, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Columns of E (Q_1 x Q_2 x ...) diag(weights) (Q_1 x Q_2 x ...)^T E^T [q, m, m] in groups, for [*sizes, q]."""
+        def of_group(group: Tensor, columns: Tensor) -> Tensor:
+            products = (columns * self._inverse[:, group]).unflatten(0, (2, *basis.shape))
+            return torch.einsum("ktumg,mt,gu->ktu", products, self._tasks, self._tasks[group])
+
+        return basis @ torch.stack(self._gram(weights, of_group)).sum(0) @ basis.mT
+
+    def _gram(self, weights: Tensor, use: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        """What `use` makes of groups of columns of E (Q_1 x Q_2 x ...) diag(weights) (Q_1 x Q_2 x ...)^T E^T [q, m, m]."""
         number = self._cheapest
         (used, place, groups), rows = self._by_place(number), self._rows(number)
         weights = weights.movedim(number, 0).reshape(used.shape[-1], -1, weights.shape[-1]).movedim(-1, 0)
-        for own, group in zip(used, groups, strict=True):
+
+        def of_place(own: Tensor, group: Tensor) -> Tensor:
             of_pairs = (used * own) @ weights  # [q, used, product of other sizes]
-            yield group, (of_pairs[:, place] * rows) @ rows[group].mT
+            return use(group, (of_pairs[:, place] * rows) @ rows[group].mT)
+
+        return run([partial(of_place, *pair) for pair in zip(used, groups, strict=True)], weights.device)
+
+    def _in_order(self, parts: Sequence[Tensor]) -> Tensor:
+        """[m, ...] from the cheapest axis' groups of entries."""
+        _, _, groups = self._by_place(self._cheapest)
+        return torch.cat(parts)[torch.cat(groups).argsort()]
 
     @cached_property
     def _cheapest(self) -> int:
