@@ -13,7 +13,7 @@ from torch import Tensor
 from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.linear_operators.radial.grid import row_products
 from gpy_iterative.linear_operators.tiles.tiles import blocks
-from gpy_iterative.worker_threads import ByDevice, run
+from gpy_iterative.worker_threads import ByDevice, divided, run
 
 #: Numbers of a derivative that are held at a time.
 NUMBERS = ByDevice(cpu=2**23, accelerator=2**27)
@@ -68,7 +68,8 @@ class Unobserved:
 
     @cached_property
     def _inverse(self) -> Tensor:
-        return torch.cholesky_inverse(self._lower)
+        with divided():  # LAPACK's threads wait for each other
+            return torch.cholesky_inverse(self._lower)
 
     def score(self, spectra: Sequence[Tensor]) -> Iterator[Tensor]:
         """Derivatives of -log|P_ee| by K_1, K_2, ..., B, with eigenvalues `spectra` in the bases, and by N."""
