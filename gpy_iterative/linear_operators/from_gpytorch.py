@@ -383,13 +383,13 @@ def noisy_operator(
     )
     if observed is not None:
         variances = variances[..., observed]
-    is_homoskedastic = isinstance(noise, ConstantDiagLinearOperator) or isinstance(
-        likelihood, MultitaskGaussianLikelihood
-    )
+    num_variances = likelihood.num_tasks if isinstance(likelihood, MultitaskGaussianLikelihood) else None
+    if isinstance(noise, ConstantDiagLinearOperator):
+        num_variances = 1
     if isinstance(kernel, NoisyLinearOperator):
-        is_homoskedastic = is_homoskedastic and not kernel.noise.requires_grad
+        num_variances = None if kernel.noise.requires_grad else num_variances
         kernel, variances = kernel.kernel, variances + kernel.noise
-    return NoisyLinearOperator(kernel, variances, is_homoskedastic=is_homoskedastic)
+    return NoisyLinearOperator(kernel, variances, num_variances=num_variances)
 
 
 def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> LinearOperator:

@@ -24,12 +24,13 @@ class NoisyLinearOperator(LinearOperator):
     Args:
         kernel: K, symmetric [*b, n, n].
         noise: variances [*b, n].
-        is_homoskedastic: whether all data, or all of a task, share one variance, whatever its value.
+        num_variances: so many repeat in turn, whatever their values, missing data counted: 1, or one a task. None: data may
+            have their own.
     """
 
-    def __init__(self, kernel: LinearOperator, noise: Tensor, *, is_homoskedastic: bool = False) -> None:
-        super().__init__(kernel, noise, is_homoskedastic=is_homoskedastic)
-        self.kernel, self.noise, self.is_homoskedastic = kernel, noise, is_homoskedastic
+    def __init__(self, kernel: LinearOperator, noise: Tensor, *, num_variances: int | None = None) -> None:
+        super().__init__(kernel, noise, num_variances=num_variances)
+        self.kernel, self.noise, self.num_variances = kernel, noise, num_variances
         batch = torch.broadcast_shapes(kernel.batch_shape, noise.shape[:-1])
         self._shape = torch.Size((*batch, *kernel.matrix_shape))
 

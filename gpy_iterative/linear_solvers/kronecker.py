@@ -66,7 +66,7 @@ def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[tuple[LinearOper
         return (*axes, tasks, noises[0]), entries
     noise, task = operator.noise, entries % tasks.shape[-1]
     # Derivatives by single variances would cost more than the factor where entries have no datum.
-    is_shared = operator.is_homoskedastic or not noise.requires_grad or not num_unobserved
+    is_shared = operator.num_variances in (1, tasks.shape[-1]) or not noise.requires_grad or not num_unobserved
     has_factor = is_shared and bool((noise == _by_task(noise, task, tasks.shape[-1])[task]).all())
     return ((*axes, tasks, noise), entries) if has_factor else None
 

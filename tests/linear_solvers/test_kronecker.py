@@ -5,6 +5,8 @@ from functools import reduce
 import pytest
 import torch
 from gpytorch import kernels
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
 from linear_operator import LinearOperator, to_dense, to_linear_operator
 from linear_operator.operators import ConstantDiagLinearOperator, DiagLinearOperator, SumLinearOperator
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators import KernelProducts, operator_of_kernel
+from gpy_iterative.linear_operators.from_gpytorch import noisy_operator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
@@ -51,7 +54,7 @@ def system(kind: str, dtype: torch.dtype = torch.float64) -> LinearOperator:
     points = on_grid(4 if "empty cells" in kind else 0).to(dtype) if "grid" in kind else convert(covariance(POINTS, 5))
     if "tasks" not in kind:
         noise = torch.full(points.shape[-1:], 0.1, dtype=dtype)
-        return NoisyLinearOperator(2.5 * points, noise, is_homoskedastic=True)
+        return NoisyLinearOperator(2.5 * points, noise, num_variances=1)
     observed = torch.ones(points.shape[-1] * TASKS, dtype=torch.bool)
     if "missing" in kind:
         observed[[0, 2, 3, 11, 12]] = False
@@ -59,7 +62,7 @@ def system(kind: str, dtype: torch.dtype = torch.float64) -> LinearOperator:
     kernel = 2.5 * KroneckerLinearOperator(points, convert(covariance(TASKS, 2)))
     if "correlated" not in kind:
         noise = torch.tensor([0.1, 0.3, 2.0], dtype=dtype).repeat(points.shape[-1])[observed]
-        return NoisyLinearOperator(masked(kernel), noise, is_homoskedastic=True)
+        return NoisyLinearOperator(masked(kernel), noise, num_variances=TASKS)
     identity = ConstantDiagLinearOperator(torch.ones(1, dtype=dtype), points.shape[-1])
     noise = covariance(TASKS, 2) + 0.1 * torch.eye(TASKS, dtype=torch.float64)
     return masked(SumLinearOperator(kernel, KroneckerLinearOperator(identity, convert(noise))))
@@ -124,9 +127,19 @@ def test_missing_data_with_variances_of_their_own_are_left_to_other_solvers() ->
     """Derivatives by each would cost more than the factor."""
     operator = system("grid, empty cells")
     noise = operator.noise.requires_grad_()
-    assert structure(NoisyLinearOperator(operator.kernel, noise, is_homoskedastic=True)) is not None
+    assert structure(NoisyLinearOperator(operator.kernel, noise, num_variances=1)) is not None
     assert structure(NoisyLinearOperator(operator.kernel, noise.detach())) is not None
     assert structure(NoisyLinearOperator(operator.kernel, noise)) is None
+
+
+def test_tasks_may_be_inputs_of_a_grid() -> None:
+    """Then the product's last factor is no task, and variances by task are not its variances."""
+    x, observed = torch.cartesian_prod(torch.arange(12.0), torch.arange(3.0)), torch.arange(36) > 0
+    covariance = (kernels.MaternKernel(active_dims=(0,)) * kernels.RBFKernel(active_dims=(1,)))(x)
+    noisy = lambda *given: noisy_operator(*given, products=KernelProducts(), observed=observed)
+    assert structure(noisy(GaussianLikelihood(), MultivariateNormal(torch.zeros(36), covariance))) is not None
+    prior = MultitaskMultivariateNormal(torch.zeros(12, 3), covariance)
+    assert structure(noisy(MultitaskGaussianLikelihood(3), prior)) is None
 
 
 @pytest.mark.parametrize("setting", ["MOST_EMPTY", "missing"])
