@@ -21,6 +21,7 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_solvers.exact_factors import structure
 from gpy_iterative.linear_solvers.kronecker import KroneckerFactor, kronecker_parts
+from gpy_iterative.linear_solvers.unobserved import Unobserved
 from gpy_iterative.solvers import Cholesky, SolveStatus, default_solver
 from tests.exact.gaussian_models import CASES
 
@@ -100,8 +101,11 @@ def test_factor(kind: str, dtype: torch.dtype) -> None:
     assert Cholesky().solve(operator, rhs).status is SolveStatus.CONVERGED
 
 
+@pytest.mark.parametrize("way", ["_by_pairs", "_by_others"])  # of missing data
 @pytest.mark.parametrize("kind", KINDS)
-def test_score(kind: str) -> None:
+def test_score(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_by_pairs", "_by_others"):
+        monkeypatch.setattr(Unobserved, name, getattr(Unobserved, way))
     found = kronecker_parts(system(kind))
     assert found is not None
     parts, entries = found
