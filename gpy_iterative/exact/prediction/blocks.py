@@ -96,8 +96,9 @@ def as_columns(rhs: Tensor, dims: int) -> Tensor:
 
 
 def from_columns(columns: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `as_columns`."""
+    """The inverse of `as_columns`, also of other rows."""
     extra = like.dim() - columns.dim()
     if extra <= 0:
         return columns
-    return columns.unflatten(-1, (like.shape[-1], like.shape[:extra].numel())).movedim(-1, 0).reshape(like.shape)
+    members = like.shape[:extra]
+    return columns.unflatten(-1, (like.shape[-1], members.numel())).movedim(-1, 0).unflatten(0, members)

@@ -242,6 +242,22 @@ def test_targets_that_differ_at_the_same_inputs(name: str, solver: Any) -> None:
             torch.testing.assert_close(answered.variance, wanted.variance, rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_targets_that_differ_beside_missing_ones(solver: Any) -> None:
+    case = CASES["multitask"]()
+    x, y, _ = new_data(case, 5, 3)
+    case.model.train_targets[3, 1] = torch.nan
+    with gpytorch.settings.observation_nan_policy("mask"):
+        posterior = posterior_of(case, solver)
+        prediction = posterior.condition_on_observations(x, y)(x + 0.1)
+        for index in range(3):
+            expected = posterior.condition_on_observations(x, y[index])(x + 0.1)
+            torch.testing.assert_close(prediction.mean[index], expected.mean, rtol=0, atol=1e-8)
+            torch.testing.assert_close(
+                prediction.covariance_matrix[index], expected.covariance_matrix, rtol=0, atol=1e-8
+            )
+
+
 @pytest.mark.parametrize("missing", [0, 4])
 def test_variances_of_a_batch_with_a_far_field(missing: int) -> None:
     """Every member takes the nearest data, as a posterior of its own does."""
