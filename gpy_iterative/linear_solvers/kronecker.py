@@ -16,7 +16,7 @@ from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators.extensions import sum_terms
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_operators.radial.grid import along_axis, most_empty, row_products
+from gpy_iterative.linear_operators.radial.grid import along_axis, most_empty, row_products, spread
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_solvers.unobserved import Unobserved, outer
 from gpy_iterative.preconditioners.task_noise import kronecker_terms
@@ -168,7 +168,7 @@ class KroneckerFactor:
 
     def score(self, weights: Tensor) -> tuple[Tensor, ...]:
         """Derivatives of log N(y; 0, H) by the parts, for weights H^-1 y [n, 1]."""
-        a, inverse = self._spread(weights).unflatten(0, self._eigenvalues.shape), 1 / self._eigenvalues
+        a, inverse = self._cell_entries(weights), 1 / self._eigenvalues
         matrices, spectra = [*self._axes, self._tasks], [*self._values, self._of_tasks]
         found = []
         for number, basis in enumerate(self._bases):
@@ -194,15 +194,13 @@ class KroneckerFactor:
         task = self.entries % len(by_task)
         return (by_task / task.bincount(minlength=len(by_task)))[task]
 
-    def _spread(self, rhs: Tensor) -> Tensor:
-        """[n, s] as [N, s], in float64 and zero where there is no datum."""
-        values = rhs.new_zeros(self._eigenvalues.numel(), rhs.shape[-1], dtype=torch.float64)
-        return values.index_copy_(0, self.entries, rhs.double())
+    def _cell_entries(self, rhs: Tensor) -> Tensor:
+        """[n, s] as [*sizes, T, s], in float64 and zero where there is no datum."""
+        return spread(rhs.double(), self.entries, self._eigenvalues.shape)
 
     def _rotated(self, rhs: Tensor) -> Tensor:
         """C^T rhs [*sizes, T, s] of data [n, s]."""
-        cells = self._spread(rhs).unflatten(0, self._eigenvalues.shape)
-        return self._observed(_multiplied([basis.mT for basis in self._bases], cells))
+        return self._observed(_multiplied([basis.mT for basis in self._bases], self._cell_entries(rhs)))
 
     def _observed(self, rotated: Tensor) -> Tensor:
         """Such that the whole system's solution is zero where there is no datum."""

@@ -5,7 +5,7 @@ log|H_oo| = log|H| + log|P_ee|. P_ee comes from eigenvectors, one axis at a time
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from itertools import combinations_with_replacement
 
 import torch
@@ -70,13 +70,10 @@ class Unobserved:
         found = self._in_order(run([partial(product, *pair) for pair in zip(used, groups, strict=True)], values.device))
         return torch.linalg.solve_triangular(self._lower, found, upper=False).square().sum(0)
 
-    @cached_property
-    def _inverse(self) -> Tensor:
-        with divided():  # LAPACK's threads wait for each other
-            return torch.cholesky_inverse(self._lower)
-
     def score(self, spectra: Sequence[Tensor]) -> Iterator[Tensor]:
         """Derivatives of -log|P_ee| by K_1, K_2, ..., B, with eigenvalues `spectra` in the bases, and by N."""
+        with divided():  # LAPACK's threads wait for each other
+            inverse = torch.cholesky_inverse(self._lower)
         for number, basis in enumerate(self._bases):
             others = [torch.ones_like(each[:1]) if place == number else each for place, each in enumerate(spectra)]
             others = outer(others).unsqueeze(0)
@@ -85,12 +82,12 @@ class Unobserved:
             num_pairs = len(basis) * (len(basis) + 1) // 2
             is_short = num_pairs * self._gram_cost(self._gram_axis(number)) < len(self._places[0]) ** 2
             derive = self._by_pairs if is_short else self._by_others
-            yield from basis @ derive(number, others) @ basis.mT
+            yield from basis @ derive(number, others, inverse) @ basis.mT
 
-    def _by_others(self, number: int, others: Tensor) -> Tensor:
+    def _by_others(self, number: int, others: Tensor, inverse: Tensor) -> Tensor:
         """X = sum_b others_b A_b^T V_b A_b, A_b = Q diag(values_b), b of the other axes.
 
-        [q, k, k] for [q, *sizes], this axis of size 1.
+        [q, k, k] for [q, *sizes], this axis of size 1. V comes from the inverse of P_ee.
         """
         (used, place, groups), rows = self._by_place[number], self._rows(number)
         values, others = self._values.movedim(number, 0).flatten(1), others.flatten(1)
@@ -98,7 +95,7 @@ class Unobserved:
         for part in blocks(len(values[0]), max(NUMBERS.on(values.device) // max(used.numel(), len(place)), 1)):
             some = rows[:, part]
             pairs = values.new_zeros(len(used), len(used), some.shape[-1])  # V
-            add = lambda at, group, some=some: at.index_add_(0, place, some * (self._inverse[:, group] @ some[group]))
+            add = lambda at, group, some=some: at.index_add_(0, place, some * (inverse[:, group] @ some[group]))
             run([partial(add, *pair) for pair in zip(pairs, groups, strict=True)], values.device)
             scaled = used * values[:, part].mT.unsqueeze(-2)
             for each, weights in zip(result, others[:, part], strict=True):
@@ -106,15 +103,13 @@ class Unobserved:
                 each.addmm_(scaled.flatten(0, 1).mT, products.flatten(0, 1))
         return result
 
-    def _by_pairs(self, number: int, others: Tensor) -> Tensor:
+    def _by_pairs(self, number: int, others: Tensor, inverse: Tensor) -> Tensor:
         """The same, one entry of X at a time, for a short axis."""
         rows, values = self._bases[number][self._places[number]], self._values.split(1, dim=number)
         result = rows.new_zeros(len(others), len(values), len(values))
         for i, j in combinations_with_replacement(range(len(values)), 2):
             left, right = rows[:, i], rows[:, j]
-            use = lambda group, columns, left=left, right=right: (
-                left @ (columns * self._inverse[:, group]) @ right[group]
-            )
+            use = lambda group, columns, left=left, right=right: left @ (columns * inverse[:, group]) @ right[group]
             result[:, i, j] = result[:, j, i] = sum(self._gram(others * values[i] * values[j], use, number))
         return result
 
