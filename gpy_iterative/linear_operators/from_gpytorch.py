@@ -59,8 +59,8 @@ ORDER_OF_TASKS = (
 #: Noise models that need the inputs, or task indices, of the data.
 NOISE_OF_INPUTS = HeteroskedasticNoise | MultitaskHomoskedasticNoise
 
-#: To find the axes of columns takes longer than fewer rows of K(x, X).
-ROWS_WITH_AXES = 32
+#: To look for the axes of columns takes about as long as so many rows of K(x, X).
+ROWS_WITH_AXES = 128
 #: Kernels whose own operators have fast products.
 _STRUCTURED = (
     kernels.LinearKernel,

@@ -91,7 +91,7 @@ def test_rows_on_a_grid_are_products_over_axes(missing: int, has_tasks: bool, mo
     generator = torch.Generator().manual_seed(1)
     drawn = partial(torch.randn, generator=generator, dtype=torch.float64)
     x = torch.cartesian_prod(drawn(5), drawn(4), drawn(3))[torch.randperm(60, generator=generator)][missing:]
-    points = torch.cat([drawn(30, 3), x[:5]]).requires_grad_()
+    points = torch.cat([drawn(125, 3), x[:5]]).requires_grad_()
     smooth = kernels.RBFKernel(active_dims=(0, 1), ard_num_dims=2)
     kernel = kernels.ScaleKernel(smooth * kernels.MaternKernel(nu=1.5, active_dims=(2,))).double()
     train, cross, prior = (
@@ -124,7 +124,7 @@ def test_missing_targets_on_a_grid(whole_axis: bool) -> None:
     case = CASES["complete-grid"]()
     last = case.x[:, 0].max()
     case.y[(case.x[:, 0] == last) if whole_axis else [3, 8]] = torch.nan
-    points = torch.randn(40, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    points = torch.randn(130, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with gpytorch.settings.observation_nan_policy("mask"), torch.no_grad():
         mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model)
         mll(case.model(case.x), case.y)

@@ -243,7 +243,7 @@ def test_rows_of_further_points_are_products_over_axes(
 ) -> None:
     """No tile of K(x, X) is evaluated. Data may share cells, and cells may be empty."""
     monkeypatch.setattr("gpy_iterative.linear_operators.radial.product.ENTRIES", ByDevice(cpu=entries, accelerator=1))
-    kernel, x, points = made(name), on_grid(), random(40, 3, seed=4).requires_grad_()
+    kernel, x, points = made(name), on_grid(), random(130, 3, seed=4).requires_grad_()
     operator = operator_of_kernel(kernel, points, x, PRODUCTS)
     vectors, expected = random(len(x), 3), kernel(points, x).to_dense()
     gradients = [torch.autograd.grad((each @ vectors).sum(), points)[0] for each in (operator, expected)]
@@ -256,7 +256,7 @@ def test_rows_of_further_points_are_products_over_axes(
 
 def test_few_rows_do_not_look_for_a_grid() -> None:
     x = on_grid(missing=0, repeated=0)
-    few, many = (operator_of_kernel(made("space and time"), random(rows, 3), x, PRODUCTS) for rows in (4, 40))
+    few, many = (operator_of_kernel(made("space and time"), random(rows, 3), x, PRODUCTS) for rows in (120, 130))
     assert few.grid_cells() is None
     assert many.grid_cells() is not None
 
