@@ -39,6 +39,7 @@ from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RBF
+from gpy_iterative.linear_operators.radial.grid import repeated_inputs
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_operators.radial_inputs import (
@@ -61,6 +62,8 @@ NOISE_OF_INPUTS = HeteroskedasticNoise | MultitaskHomoskedasticNoise
 
 #: To look for the axes of columns takes about as long as so many rows of K(x, X).
 ROWS_WITH_AXES = 128
+#: Most distinct inputs of tasks for each datum, if they are looked for.
+MOST_POINTS = 0.75
 #: Kernels whose own operators have fast products.
 _STRUCTURED = (
     kernels.LinearKernel,
@@ -242,10 +245,26 @@ def _product_with_tasks(
             raise ValueError(
                 f"The IndexKernel has {count} tasks, but the inputs name tasks {tasks.min()} to {tasks.max()}."
             )
-    points = operator_of_kernel(other, active_inputs(other, x1), active_inputs(other, x2), products, cache)
+    rows, columns = active_inputs(other, x1), active_inputs(other, x2)
+    row_points = column_points = None
+    of_columns = rows if columns is None else columns
+    repeated = repeated_inputs(of_columns, MOST_POINTS * len(of_columns))
+    if repeated is not None:  # tasks have data at the same inputs
+        # In the order of data, whose blocks then have few points.
+        first, column_points = repeated.in_order_of_data()
+        if columns is None:
+            rows, row_points = rows[first], column_points
+        else:
+            columns = columns[first]
+    points = operator_of_kernel(other, rows, columns, products, cache)
     row_tasks, column_tasks = numbers
     return HadamardLinearOperator.of(
-        points, to_dense(index.covar_matrix), row_tasks, row_tasks if column_tasks is None else column_tasks
+        points,
+        to_dense(index.covar_matrix),
+        row_tasks,
+        row_tasks if column_tasks is None else column_tasks,
+        row_points,
+        column_points,
     )
 
 
@@ -374,7 +393,7 @@ def noisy_operator(
     noise = noise_operator(likelihood, function_dist, *params, **kwargs)
     if not isinstance(noise, DiagLinearOperator):
         whole = kernel_operator(covariance, products, cache) + kernel_operator(noise, products)
-        return whole if observed is None else ObservedLinearOperator(whole, observed, observed)
+        return whole if observed is None else _at(whole, observed)
     variances = noise.diagonal(dim1=-1, dim2=-2)
     # That of missing data has no meaning.
     check_noise(variances if observed is None else torch.where(observed, variances, 1))
@@ -402,7 +421,12 @@ def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> 
         return SumLinearOperator(*(masked_covariance(part, observed) for part in covariance.linear_ops))
     if isinstance(covariance, ConstantMulLinearOperator):
         return ConstantMulLinearOperator(masked_covariance(covariance.base_linear_op, observed), covariance._constant)
-    return ObservedLinearOperator(to_linear_operator(covariance), observed, observed)
+    return _at(to_linear_operator(covariance), observed)
+
+
+def _at(operator: LinearOperator, observed: Tensor) -> ObservedLinearOperator:
+    numbers = observed.nonzero().squeeze(-1)
+    return ObservedLinearOperator(operator, numbers, numbers)
 
 
 def check_noise(noise: Tensor) -> None:

@@ -1,7 +1,6 @@
 """Covariances of observed data only."""
 
-from functools import cached_property
-
+import torch
 from linear_operator.operators import MaskedLinearOperator
 from torch import Tensor
 
@@ -16,31 +15,40 @@ from gpy_iterative.linear_operators.extensions import (
 
 
 class ObservedLinearOperator(MaskedLinearOperator):
-    """Rows and columns of a square operator, whose parts come from the operator's parts.
+    """Rows [n] and columns [m] of an operator by their numbers, which linear_operator's class has as masks.
 
     Parts of linear_operator's class are products with the whole matrix.
     """
 
-    @cached_property
+    @property
     def observed(self) -> Tensor:
         """Numbers of the rows."""
-        return self.row_mask.nonzero().squeeze(-1)
+        return self.row_mask
 
-    @cached_property
+    @property
     def observed_columns(self) -> Tensor:
-        return self.observed if self.row_eq_col_mask else self.col_mask.nonzero().squeeze(-1)
+        return self.col_mask
 
-    # By numbers, found once: a GPU waits at each use of a mask.
+    def _size(self) -> torch.Size:
+        return torch.Size((*self.base.batch_shape, len(self.observed), len(self.observed_columns)))
+
+    # By numbers: a GPU waits at each use of a mask.
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.base._matmul(self._among_columns(rhs)).index_select(-2, self.observed)
 
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self.mT._matmul(rhs)
+
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        left = _spread(left_vecs, self.observed, self.base.shape[-2])
+        left = spread_rows(left_vecs, self.observed, self.base.shape[-2])
         return (*self.base._bilinear_derivative(left, self._among_columns(right_vecs)), None, None)
 
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        return self.base._get_indices(self.observed[row_index], self.observed_columns[col_index], *batch_indices)
+
     def _among_columns(self, rhs: Tensor) -> Tensor:
-        return _spread(rhs, self.observed_columns, self.base.shape[-1])
+        return spread_rows(rhs, self.observed_columns, self.base.shape[-1])
 
     # Documented in `extensions.py`
 
@@ -48,12 +56,12 @@ class ObservedLinearOperator(MaskedLinearOperator):
         return rows_matmul(self.base, self.observed[rows], self._among_columns(rhs))
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
-        index = self.observed_columns[columns]
-        if not len(index):
+        numbers = self.observed_columns[columns]
+        if not len(numbers):
             return rhs.new_zeros(len(self.observed), rhs.shape[-1])
-        span = slice(int(index[0]), int(index[-1]) + 1)
-        whole = _spread(rhs, index - span.start, span.stop - span.start)
-        return columns_matmul(self.base, span, whole)[self.observed]
+        first, last = torch.stack(numbers.aminmax()).tolist()
+        whole = spread_rows(rhs, numbers - first, last + 1 - first)
+        return columns_matmul(self.base, slice(first, last + 1), whole)[self.observed]
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
         return principal_blocks(self.base, self.observed[rows])
@@ -66,5 +74,6 @@ class ObservedLinearOperator(MaskedLinearOperator):
         return None if inputs is None else inputs[..., self.observed, :]
 
 
-def _spread(rows: Tensor, numbers: Tensor, size: int) -> Tensor:
-    return rows.new_zeros(*rows.shape[:-2], size, rows.shape[-1]).index_copy_(-2, numbers, rows)
+def spread_rows(rows: Tensor, numbers: Tensor, size: int) -> Tensor:
+    """Rows [*b, n, s] as sums [*b, size, s] of those with each number."""
+    return rows.new_zeros(*rows.shape[:-2], size, rows.shape[-1]).index_add_(-2, numbers, rows)

@@ -37,7 +37,7 @@ def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[tuple[LinearOper
         return None
     is_independent = isinstance(operator, NoisyLinearOperator)
     covariance, observed = operator.kernel if is_independent else operator, None
-    if type(covariance) is ObservedLinearOperator:
+    if isinstance(covariance, ObservedLinearOperator):
         covariance, observed = covariance.base, covariance.observed
     found = kronecker_terms(covariance)
     if found is None:  # one output: B = 1
@@ -62,6 +62,8 @@ def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[tuple[LinearOper
     if is_large or num_unobserved > most_empty(rows):
         return None
     entries = entries_of(cells, tasks.shape[-1], observed)
+    if num_unobserved < 0 or bool((entries.bincount() > 1).any()):  # several data of a task at a point
+        return None
     if not is_independent:
         return (*axes, tasks, noises[0]), entries
     noise, task = operator.noise, entries % tasks.shape[-1]

@@ -279,6 +279,14 @@ def _coregionalization() -> Case:
     return _multitask(kernels.LCMKernel(parts, num_tasks=2, rank=1))
 
 
+def _tasks_at_the_same_inputs() -> Case:
+    """Two tasks at 16 points, without two data, in random order."""
+    points, _ = data(16)
+    tasks = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(16)
+    x = torch.cat([points[:, :2].repeat_interleave(2, dim=0), tasks.unsqueeze(-1)], dim=-1)
+    return _tasks_of_rows(x[torch.randperm(32, generator=torch.Generator().manual_seed(2))][2:])
+
+
 class TasksOfRows(Regression):
     """One observation of one task in a row; the task follows from the last input."""
 
@@ -287,9 +295,11 @@ class TasksOfRows(Regression):
         return super().forward(torch.cat([x, task], dim=-1))
 
 
-def _tasks_of_rows() -> Case:
-    x, y = data(30)
-    kernel = kernels.ScaleKernel(kernels.MaternKernel(nu=2.5, ard_num_dims=3, active_dims=(0, 1, 2)))
+def _tasks_of_rows(x: Tensor | None = None) -> Case:
+    drawn, y = data(30)
+    x = drawn if x is None else x
+    dims = tuple(range(x.shape[-1])) if x is drawn else (0, 1)
+    kernel = kernels.ScaleKernel(kernels.MaternKernel(nu=2.5, ard_num_dims=len(dims), active_dims=dims))
     likelihood = GaussianLikelihood()
     with torch.random.fork_rng():  # GPyTorch draws the tasks' covariance
         torch.manual_seed(0)
@@ -387,6 +397,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "inducing-points": _inducing_points,
     "coregionalization": _coregionalization,
     "tasks-of-rows": _tasks_of_rows,
+    "same-inputs": _tasks_at_the_same_inputs,
     "derivatives": _derivatives,
     "independent-outputs": _independent_outputs,
     "listed-outputs": _listed_outputs,

@@ -64,7 +64,12 @@ def dense(operator: LinearOperator) -> torch.Tensor:
     if isinstance(operator, HadamardLinearOperator):
         covariances = operator.base.tasks.to_dense()
         pairs = [[covariances[..., a, b] for b in operator.column_tasks] for a in operator.row_tasks]
-        return operator.points.to_dense() * torch.stack([torch.stack(row, dim=-1) for row in pairs], dim=-2)
+        points = operator.points.to_dense()
+        if operator.row_points is not None:
+            points = torch.stack([points[..., row, :] for row in operator.row_points.tolist()], dim=-2)
+        if operator.column_points is not None:
+            points = torch.stack([points[..., column] for column in operator.column_points.tolist()], dim=-1)
+        return points * torch.stack([torch.stack(row, dim=-1) for row in pairs], dim=-2)
     total = torch.ones(1, 1, dtype=torch.float64)
     for factor in operator.linear_ops:
         matrix = factor.to_dense()
@@ -81,10 +86,25 @@ def hadamard(*batch: int, columns: int | None = None) -> HadamardLinearOperator:
     )
 
 
+def repeated(*batch: int, is_square: bool = True) -> HadamardLinearOperator:
+    """Ten rows of seven points; the first and the last are the same. Columns of a rectangular one are of three points."""
+    covariances, row_points = tasks().to_dense().detach().requires_grad_(), torch.tensor([0, 3, 3, 6, 1, 0, 5, 2, 2, 0])
+    row_tasks = torch.arange(10) * 2 % TASKS
+    if is_square:
+        return HadamardLinearOperator.of(radial(*batch), covariances, row_tasks, row_tasks, row_points, row_points)
+    column_tasks, column_points = torch.tensor([2, 2, 0, 1, 0]), torch.tensor([2, 0, 2, 1, 0])
+    return HadamardLinearOperator.of(
+        radial(*batch, columns=3), covariances, row_tasks, column_tasks, row_points, column_points
+    )
+
+
 OTHERS: dict[str, Callable[[], HadamardLinearOperator]] = {
     "of rows": hadamard,
     "of rows and columns": lambda: hadamard(columns=5),
     "of rows, batch": lambda: hadamard(2),
+    "of repeated points": repeated,
+    "of repeated points, batch": lambda: repeated(2),
+    "of repeated rows and columns": lambda: repeated(is_square=False),
 }
 
 
@@ -110,7 +130,7 @@ def test_derivatives_are_those_of_the_dense_matrix(name: str) -> None:
 def test_rows_and_columns_of_a_rectangular_product() -> None:
     """Kronecker products counted their columns for rows, products by entries their rows for columns."""
     rows, vectors = torch.tensor([-1, 0, 3]), leaf(5 * TASKS, 2, seed=5).detach()
-    for operator in (OPERATORS["rectangular"](), hadamard(columns=5)):
+    for operator in (OPERATORS["rectangular"](), hadamard(columns=5), repeated(is_square=False)):
         matrix, rhs = dense(operator).detach(), vectors[: operator.shape[-1]]
         with torch.no_grad():
             torch.testing.assert_close(rows_matmul(operator, rows, rhs), matrix[rows] @ rhs)
@@ -147,20 +167,24 @@ def test_a_step_stores_no_derivatives_of_a_matrix(name: str, monkeypatch: pytest
     assert optimiser.step() is not None
 
 
-def test_parts_and_entries_of_a_hadamard_product() -> None:
-    operator, square = hadamard(columns=5), hadamard()
+@pytest.mark.parametrize("has_repeated_points", [False, True])
+def test_parts_and_entries_of_a_hadamard_product(has_repeated_points: bool) -> None:
+    operator, square, batch = hadamard(columns=5), hadamard(), hadamard(2)
+    if has_repeated_points:
+        operator, square, batch = repeated(is_square=False), repeated(), repeated(2)
     matrix, rows = dense(operator).detach(), torch.tensor([4, 0, 5])
     with torch.no_grad():
         torch.testing.assert_close(operator.mT.to_dense(), matrix.mT)
         torch.testing.assert_close(operator[rows, 1:4].to_dense(), matrix[rows, 1:4])
+        torch.testing.assert_close(operator[rows, :].to_dense(), matrix[rows, :])
+        torch.testing.assert_close(operator[:, 1:4].to_dense(), matrix[:, 1:4])
         torch.testing.assert_close(operator[2:6].to_dense(), matrix[2:6])
         torch.testing.assert_close(operator[rows, torch.tensor([1, 4, 0])], matrix[rows, [1, 4, 0]])
         torch.testing.assert_close((operator * 3.0).to_dense(), 3 * matrix)
         torch.testing.assert_close(square.diagonal(), dense(square).diagonal())
         torch.testing.assert_close(square[2:6, 2:6].to_dense(), dense(square)[2:6, 2:6])
         torch.testing.assert_close(square.mT.to_dense(), dense(square).mT)
-        torch.testing.assert_close(operator.expand(2, 7, 5)[1].to_dense(), matrix)
-        batch = hadamard(2)
+        torch.testing.assert_close(operator.expand(2, *matrix.shape)[1].to_dense(), matrix)
         torch.testing.assert_close(batch[1].to_dense(), dense(batch)[1])
         torch.testing.assert_close(batch.unsqueeze(0).to_dense(), dense(batch).unsqueeze(0))
 
@@ -185,6 +209,27 @@ def test_products_with_an_index_kernel(index: type[kernels.IndexKernel], is_firs
     if index is kernels.IndexKernel:
         with pytest.raises(ValueError, match="has 3 tasks, but the inputs name tasks 0 to 3"):
             kernel_operator(kernel(x), KernelProducts())
+
+
+def test_tasks_at_the_same_inputs() -> None:
+    """The kernel is evaluated once for each point: products cost P^2 T, not n^2 T."""
+    kernel = (kernels.RBFKernel(active_dims=(0, 1)) * kernels.IndexKernel(num_tasks=TASKS, active_dims=(2,))).double()
+    points, index = inputs(6, 2).double(), torch.arange(TASKS).repeat(6).unsqueeze(-1)
+    x = torch.cat([points.repeat_interleave(TASKS, dim=0), index], dim=-1)
+    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))][:14]
+    num_points = len(x[:, :2].unique(dim=0))
+    new = torch.cat([inputs(9, 2, seed=1).double(), torch.arange(9).unsqueeze(-1) % TASKS], dim=-1)
+    for rows, shape in ((x, (num_points, num_points)), (new, (9, num_points))):
+        found = kernel_operator(kernel(rows, x), KernelProducts())
+        assert isinstance(found, HadamardLinearOperator)
+        assert found.points.shape == shape
+        pair = found.to_dense(), kernel(rows, x).to_dense()
+        torch.testing.assert_close(*pair)
+        gradients = [torch.autograd.grad(each.square().sum(), list(kernel.parameters())) for each in pair]
+        torch.testing.assert_close(*gradients)
+    learned = x.clone().requires_grad_()
+    pair = [each.to_dense() for each in (kernel_operator(kernel(learned), KernelProducts()), kernel(learned))]
+    torch.testing.assert_close(*(torch.autograd.grad(each.square().sum(), learned)[0] for each in pair))
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

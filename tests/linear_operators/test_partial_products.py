@@ -85,12 +85,11 @@ def kronecker(points: LinearOperator | None = None) -> LinearOperator:
 
 def observed() -> LinearOperator:
     """Of 24 values of three tasks."""
-    mask = torch.ones(24, dtype=torch.bool)
-    mask[[0, 11, 22]] = False
+    numbers = torch.tensor([number for number in range(24) if number not in (0, 11, 22)])
     x, tasks = inputs(8, 3).double(), inputs(3, 2).double()
     points = RadialKernelLinearOperator(x, torch.tensor(1.7).double(), function=RBF)
     whole = KroneckerLinearOperator(points, DenseLinearOperator(torch.exp(-torch.cdist(tasks, tasks))))
-    return ObservedLinearOperator(whole, mask, mask)
+    return ObservedLinearOperator(whole, numbers, numbers)
 
 
 def hadamard() -> LinearOperator:

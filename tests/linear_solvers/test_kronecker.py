@@ -15,6 +15,7 @@ import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators import KernelProducts, operator_of_kernel
 from gpy_iterative.linear_operators.from_gpytorch import noisy_operator
+from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
@@ -59,7 +60,8 @@ def system(kind: str, dtype: torch.dtype = torch.float64) -> LinearOperator:
     observed = torch.ones(points.shape[-1] * TASKS, dtype=torch.bool)
     if "missing" in kind:
         observed[[0, 2, 3, 11, 12]] = False
-    masked = lambda whole: ObservedLinearOperator(whole, observed, observed) if "missing" in kind else whole
+    numbers = observed.nonzero().squeeze(-1)
+    masked = lambda whole: ObservedLinearOperator(whole, numbers, numbers) if "missing" in kind else whole
     kernel = 2.5 * KroneckerLinearOperator(points, convert(covariance(TASKS, 2)))
     if "correlated" not in kind:
         noise = torch.tensor([0.1, 0.3, 2.0], dtype=dtype).repeat(points.shape[-1])[observed]
@@ -146,6 +148,16 @@ def test_tasks_may_be_inputs_of_a_grid() -> None:
     assert structure(noisy(MultitaskGaussianLikelihood(3), prior)) is None
 
 
+def test_several_data_of_a_task_at_a_point_are_left_to_other_solvers() -> None:
+    points, tasks = to_linear_operator(covariance(POINTS, 5)), covariance(TASKS, 2)
+    of_rows, noise = torch.arange(POINTS * TASKS), torch.ones(POINTS * TASKS).double()
+    own = HadamardLinearOperator.of(points, tasks, *[of_rows % TASKS] * 2, *[of_rows // TASKS] * 2)
+    assert structure(NoisyLinearOperator(own, noise)) is not None
+    of_rows = of_rows.index_fill(0, torch.tensor([4]), 7)
+    repeated = HadamardLinearOperator.of(points, tasks, *[of_rows % TASKS] * 2, *[of_rows // TASKS] * 2)
+    assert structure(NoisyLinearOperator(repeated, noise)) is None
+
+
 @pytest.mark.parametrize("setting", ["MOST_EMPTY", "missing"])
 def test_many_missing_data_are_left_to_other_solvers(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     grid, targets = system("grid, empty cells"), system("tasks, missing targets")
@@ -179,7 +191,9 @@ def test_a_kernel_of_zeros() -> None:
     torch.testing.assert_close(factor.logdet(), torch.logdet(dense))
 
 
-@pytest.mark.parametrize("name", ["multitask", "multitask-low-rank-noise", "complete-grid", "incomplete-grid"])
+@pytest.mark.parametrize(
+    "name", ["multitask", "multitask-low-rank-noise", "complete-grid", "incomplete-grid", "same-inputs"]
+)
 def test_a_model_is_exact_beyond_exact_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no dense matrix of all data."""
     monkeypatch.setattr("gpy_iterative.linear_solvers.default.EXACT_BELOW", 10)
@@ -195,7 +209,7 @@ def test_a_model_is_exact_beyond_exact_sizes(name: str, monkeypatch: pytest.Monk
     def refused(operator: object) -> Tensor:
         raise AssertionError("a dense matrix of all data")
 
-    for operator in (KroneckerLinearOperator, RadialProductLinearOperator):
+    for operator in (KroneckerLinearOperator, HadamardLinearOperator, RadialProductLinearOperator):
         monkeypatch.setattr(operator, "to_dense", refused)
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
     found = mll(case.model(case.x), case.y)

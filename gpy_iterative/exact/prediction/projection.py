@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from linear_operator import LinearOperator, to_linear_operator
+from linear_operator import LinearOperator, to_dense, to_linear_operator
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from linear_operator.utils.errors import NotPSDError
 from torch import Tensor
@@ -30,6 +30,7 @@ from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.exact.prediction.local_part import ROUNDING_ERRORS, LocalPart, Neighbours
 from gpy_iterative.linear_operators.extensions import dense, far_field_error, sum_terms
+from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.noisy import kernel_and_noise
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
@@ -133,20 +134,26 @@ class KroneckerProjection(ExactProjection):
         return super()._explained_variance(test_train) if rows is None else self.factor.explained(rows)
 
     def _rows_by_axis(self, test_train: LinearOperator) -> list[Tensor] | None:
-        """K(x, X) as products of rows [t, size] of a grid's axes, and of tasks; None if the data are on no grid."""
+        """K(x, X) as products of rows [t, size] of points, or a grid's axes, and of tasks; None for another form."""
         (term, scale), *others = sum_terms(test_train)
-        has_tasks = isinstance(term, KroneckerLinearOperator)
+        has_tasks = isinstance(term, KroneckerLinearOperator | HadamardLinearOperator)
         points = term.points if has_tasks else term
-        cells = points.grid_cells() if isinstance(points, RadialProductLinearOperator) and not others else None
-        if cells is None:
+        cells = points.grid_cells() if isinstance(points, RadialProductLinearOperator) else None
+        if others or (cells is None and not has_tasks):
             return None
-        axes = points.axis_rows()
-        tasks = dense(term.tasks) if has_tasks else torch.ones(1, 1, dtype=term.dtype, device=term.device)
-        entries = entries_of(cells, len(tasks), self.observed)
+        axes = [points] if cells is None else points.axis_rows()
+        if cells is None:
+            cells = torch.arange(points.shape[-1], device=term.device)
+        tasks = to_dense(term.tasks) if has_tasks else torch.ones(1, 1, dtype=term.dtype, device=term.device)
+        numbers, columns = torch.arange(term.shape[-2], device=term.device), None
+        if isinstance(term, HadamardLinearOperator):
+            numbers, columns = term.observed, term.observed_columns
+        entries = entries_of(cells, len(tasks), columns)
+        entries = entries if self.observed is None else entries[self.observed]
         if [axis.shape[-1] for axis in axes] != self.factor.sizes or not torch.equal(entries, self.factor.entries):
             return None  # the grid of observed data is another
-        rows = [dense(axis).repeat_interleave(len(tasks), dim=0) for axis in axes]
-        return [*rows, (scale * tasks).repeat(points.shape[-2], 1)]
+        of_points, of_tasks = numbers // len(tasks), numbers % len(tasks)
+        return [*(dense(axis).index_select(0, of_points) for axis in axes), scale * tasks[of_tasks]]
 
 
 @dataclass(frozen=True)

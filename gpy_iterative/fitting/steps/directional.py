@@ -18,7 +18,7 @@ from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.linear_operators.extensions import in_float64
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
-from gpy_iterative.linear_operators.masked import ObservedLinearOperator
+from gpy_iterative.linear_operators.masked import ObservedLinearOperator, spread_rows
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
@@ -148,8 +148,8 @@ class _Selected(DirectionalProduct):
 
     def __init__(self, operator: ObservedLinearOperator, vector: Tensor) -> None:
         super().__init__(operator, vector)
-        spread = vector.new_zeros(*vector.shape[:-1], operator.base.shape[-1])
-        self._whole = directional_product(operator.base, spread.index_copy_(-1, operator.observed, vector))
+        spread = spread_rows(vector.unsqueeze(-1), operator.observed, operator.base.shape[-1]).squeeze(-1)
+        self._whole = directional_product(operator.base, spread)
 
     def _along(self, tangent: Tangent) -> Tensor | None:
         found = self._whole.along(tangent[:-2])  # without the masks

@@ -46,6 +46,13 @@ class Axis:
         data = torch.arange(len(self.place), device=self.place.device)
         return self.place.new_empty(self.size).scatter_(0, self.place, data)
 
+    def in_order_of_data(self) -> tuple[Tensor, Tensor]:
+        """`first` and `place` for distinct inputs in the order in which the data have them."""
+        data = torch.arange(len(self.place), device=self.place.device)
+        first = data.new_empty(self.size).scatter_reduce_(0, self.place, data, "amin", include_self=False)
+        first, order = first.sort()
+        return first, order.argsort()[self.place]
+
     def joined(self, other: "Axis") -> "Axis":
         return Axis(self.factors + other.factors, *_numbered(self.place * other.size + other.place))
 
@@ -58,13 +65,10 @@ def axes_of(inputs: Sequence[Tensor]) -> list[Axis]:
     """
     rows, axes = len(inputs[0]), []
     for number, x in enumerate(inputs):
-        place, size = x.new_zeros(rows, dtype=torch.long), 1
-        for column in x.unbind(-1):
-            values, of_column = column.unique(return_inverse=True)
-            place, size = _numbered(place * len(values) + of_column)
-            if size > rows / 2:
-                return []
-        axes.append(Axis((number,), place, size))
+        axis = repeated_inputs(x, rows / 2, (number,))
+        if axis is None:
+            return []
+        axes.append(axis)
     while len(axes) > 1:
         pairs = [
             [axis for axis in axes if axis not in pair] + [pair[0].joined(pair[1])] for pair in combinations(axes, 2)
@@ -75,6 +79,19 @@ def axes_of(inputs: Sequence[Tensor]) -> list[Axis]:
         axes = cheapest
     cells = math.prod(axis.size for axis in axes)
     return axes if len(axes) > 1 and cells <= MOST_CELLS * rows and _cost(axes) <= rows**2 / 2 else []
+
+
+def repeated_inputs(x: Tensor, most: float, factors: tuple[int, ...] = ()) -> Axis | None:
+    """The distinct inputs of x [n, d]; None if they are more than `most`, or need a gradient."""
+    if x.requires_grad:
+        return None
+    place, size = x.new_zeros(len(x), dtype=torch.long), 1
+    for column in x.unbind(-1):
+        values, of_column = column.unique(return_inverse=True)
+        place, size = _numbered(place * len(values) + of_column)
+        if size > most:
+            return None
+    return Axis(factors, place, size)
 
 
 def _numbered(codes: Tensor) -> tuple[Tensor, int]:

@@ -23,6 +23,7 @@ from gpy_iterative.exact.prediction.projection import (
     ProjectionRecipe,
 )
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, operator_of_kernel
+from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.preconditioners.vecchia import block_factors
@@ -84,9 +85,9 @@ def test_cholesky_is_exact() -> None:
     torch.testing.assert_close(projection.variance(prior.diagonal(), cross), wanted.diagonal())
 
 
-@pytest.mark.parametrize("has_tasks", [False, True])
+@pytest.mark.parametrize("tasks_of", ["", "points", "rows"])
 @pytest.mark.parametrize("missing", [0, 4])
-def test_rows_on_a_grid_are_products_over_axes(missing: int, has_tasks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_on_a_grid_are_products_over_axes(missing: int, tasks_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No row of K(x, X) is evaluated. Some points are data."""
     generator = torch.Generator().manual_seed(1)
     drawn = partial(torch.randn, generator=generator, dtype=torch.float64)
@@ -97,9 +98,17 @@ def test_rows_on_a_grid_are_products_over_axes(missing: int, has_tasks: bool, mo
     train, cross, prior = (
         operator_of_kernel(kernel, *pair, KernelProducts()) for pair in ((x, None), (points, x), (points, None))
     )
-    if has_tasks:
-        tasks = to_linear_operator(torch.tensor([[1.0, 0.4], [0.4, 0.7]], dtype=torch.float64))
-        train, cross, prior = (2 * KroneckerLinearOperator(part, tasks) for part in (train, cross, prior))
+    tasks = torch.tensor([[1.0, 0.4], [0.4, 0.7]], dtype=torch.float64)
+    if tasks_of == "points":
+        train, cross, prior = (
+            2 * KroneckerLinearOperator(part, to_linear_operator(tasks)) for part in (train, cross, prior)
+        )
+    elif tasks_of == "rows":
+        entries, of_new = torch.randperm(2 * len(x), generator=generator)[4:], torch.arange(len(points)) % 2
+        own, at = entries % 2, entries // 2
+        train = HadamardLinearOperator.of(train, tasks, own, own, at, at)
+        cross = HadamardLinearOperator.of(cross, tasks, of_new, own, None, at)
+        prior = HadamardLinearOperator.of(prior, tasks, of_new, of_new)
     noise = torch.full((train.shape[-1],), NOISE, dtype=torch.float64)
     prior, operator = prior.to_dense(), NoisyLinearOperator(train, noise)
     wanted = exact_covariance(operator, cross, prior)
