@@ -1,6 +1,7 @@
 """One training step of composite models, ours and GPyTorch's: several outputs, space and time, a grid, features.
 
-The points of space and time are random, or those of stations on nine in ten, most or all days.
+The points of space and time are random, or those of stations on nine in ten, most or all days. A panel is of fifty series,
+with a covariance between any two.
 """
 
 import statistics
@@ -33,7 +34,7 @@ from benchmarks.command_line import (
 )
 from benchmarks.runner import Outcome, contender
 
-OUTPUTS, MANY_OUTPUTS, DAYS, INDUCING_POINTS = 2, 10, 120, 200
+OUTPUTS, MANY_OUTPUTS, SERIES, DAYS, INDUCING_POINTS = 2, 10, 50, 120, 200
 
 
 class SeveralOutputs(gpytorch.models.ExactGP):
@@ -79,9 +80,9 @@ class TasksOfRows(_OneOutput):
     """One observation of one task in a row, whose number is the last input (IndexKernel)."""
 
     def __init__(self, x: Tensor, y: Tensor, likelihood: Likelihood) -> None:
-        d = x.shape[-1] - 1
+        d, num_tasks = x.shape[-1] - 1, int(x[:, -1].max()) + 1
         of_inputs = kernels.MaternKernel(nu=2.5, ard_num_dims=d, active_dims=tuple(range(d)))
-        of_tasks = kernels.IndexKernel(num_tasks=OUTPUTS, rank=1, active_dims=(d,))
+        of_tasks = kernels.IndexKernel(num_tasks=num_tasks, rank=1, active_dims=(d,))
         super().__init__(x, y, likelihood, of_inputs * of_tasks)
 
 
@@ -155,6 +156,18 @@ def listed(n: int) -> tuple[Tensor, Tensor]:
     return torch.cat([x.repeat_interleave(OUTPUTS, dim=0), tasks.unsqueeze(-1)], dim=-1), y.flatten()
 
 
+def panel(n: int, part: float = 1.0) -> tuple[Tensor, Tensor]:
+    """About n data of fifty series at this part of their times, in any order."""
+    generator = torch.Generator().manual_seed(0)
+    num_times = round(n / (part * SERIES))
+    cells = torch.randperm(num_times * SERIES, generator=generator)[: round(part * num_times * SERIES)]
+    series, at = cells % SERIES, (cells // SERIES) / num_times
+    weights = torch.randn(2, SERIES, generator=generator)
+    clean = weights[0, series] * torch.sin(20 * at) + 0.5 * weights[1, series] * torch.cos(31 * at)
+    x = torch.stack([at, series.to(at)], dim=-1)
+    return x, clean + 0.1 * torch.randn(len(x), generator=generator)
+
+
 def one_output(n: int) -> tuple[Tensor, Tensor]:
     x, y = data(n)
     return x, y[:, 0]
@@ -193,6 +206,8 @@ MODELS: dict[str, tuple[type[gpytorch.models.ExactGP], Callable[[], Likelihood],
     "MultitaskKernel, correlated noise": (SeveralOutputs, partial(_OF_ALL_TASKS, rank=1), data),
     "independent": (IndependentOutputs, _OF_ALL_TASKS, data),
     "IndexKernel": (TasksOfRows, GaussianLikelihood, listed),
+    "panel": (TasksOfRows, GaussianLikelihood, panel),
+    "panel, most times": (TasksOfRows, GaussianLikelihood, partial(panel, part=0.95)),
     "space and time": (SpaceAndTime, GaussianLikelihood, one_output),
     "GridInterpolationKernel": (Interpolated, GaussianLikelihood, plane),
     "stations and days": (SpaceAndTime, GaussianLikelihood, stations_and_days),

@@ -139,7 +139,7 @@ class KroneckerProjection(ExactProjection):
         has_tasks = isinstance(term, KroneckerLinearOperator | HadamardLinearOperator)
         points = term.points if has_tasks else term
         cells = points.grid_cells() if isinstance(points, RadialProductLinearOperator) else None
-        if others or (cells is None and not has_tasks):
+        if others or term.batch_shape or (cells is None and not has_tasks):
             return None
         axes = [points] if cells is None else points.axis_rows()
         if cells is None:
