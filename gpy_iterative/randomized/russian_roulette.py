@@ -11,7 +11,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 
-from gpy_iterative.checks import check_choice, check_count, check_flag, check_fraction, check_instance
+from gpy_iterative.checks import check_choice, check_count, check_flag, check_instance
 from gpy_iterative.errors import BiasWarning, VarianceWarning, warn
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.exact.estimates import DensityEstimate, Estimate
@@ -55,7 +55,6 @@ class RussianRouletteMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         probe_truncation: "independent" draws J per probe (less variance); "shared" uses the targets' first J (shorter run).
         preconditioner: of the series, and covariance of the probes; None: the identity. A larger rank lowers the
             variance.
-        tolerance: as in `conjugate_gradient_series`.
         resample: False keeps J and probes of the first step.
         solver: of predictions; None is `gpy_iterative.solvers.default_solver`.
 
@@ -90,7 +89,6 @@ class RussianRouletteMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         num_probes: int = 10,
         probe_truncation: Literal["independent", "shared"] = "independent",
         preconditioner: PivotedCholesky | None = PivotedCholesky(rank=5),  # noqa: B008
-        tolerance: float | None = None,
         resample: bool = True,
         solver: Solver | None = None,
         products: KernelProducts | None = None,
@@ -111,13 +109,11 @@ class RussianRouletteMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                 "ExponentialTruncation instead."
             )
         check_instance("preconditioner", preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
-        if tolerance is not None:
-            check_fraction("tolerance", tolerance)
         check_flag("resample", resample)
         super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
         self.truncation, self.num_truncations = truncation, num_truncations
         self.shares_truncation = probe_truncation == "shared"
-        self.tolerance, self.resample = tolerance, resample
+        self.resample = resample
         self.probes: ProbeDistribution = Rademacher(num_probes=num_probes)
         if preconditioner is not None:
             self.probes = Preconditioned(num_probes=num_probes, recipe=preconditioner, correct_diagonal=False)
@@ -140,7 +136,7 @@ class RussianRouletteMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         members, runs = [], []
         for index in itertools.product(*map(range, batch)):
             member = Member(index, operator, residual, probes, kept)
-            series = member.run(table, self.tolerance)
+            series = member.run(table)
             members.append(member.estimate(series, truncation, table[: series.iterations]))
             runs.append(series)
         if isinstance(self.truncation, AutomaticTruncation):
@@ -221,7 +217,6 @@ class TruncatedCGMarginalLogLikelihood(RussianRouletteMarginalLogLikelihood):
         model: ExactGP,
         *,
         num_steps: int = 100,
-        tolerance: float | None = None,
         num_probes: int = 10,
         preconditioner: PivotedCholesky | None = PivotedCholesky(rank=5),  # noqa: B008
         resample: bool = True,
@@ -237,7 +232,6 @@ class TruncatedCGMarginalLogLikelihood(RussianRouletteMarginalLogLikelihood):
             num_probes=num_probes,
             probe_truncation="shared",
             preconditioner=preconditioner,
-            tolerance=tolerance,
             resample=resample,
             solver=solver,
             products=products,

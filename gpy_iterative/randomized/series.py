@@ -64,7 +64,7 @@ class Member:
         self.target_stops = draws["target_stops"][index].cpu()  # [M]
         self.probe_stops = draws["probe_stops"][index].cpu()  # [s]
 
-    def run(self, log_survival: Tensor, tolerance: float | None) -> Series:
+    def run(self, log_survival: Tensor) -> Series:
         own = torch.zeros(len(self.target_stops), dtype=torch.long, device=CPU)
         return conjugate_gradient_series(
             self.operator,
@@ -73,7 +73,6 @@ class Member:
             torch.cat([self.target_stops, self.probe_stops]),
             log_survival,
             preconditioner=self.covariance,
-            tolerance=tolerance,
         )
 
     def estimate(self, series: Series, truncation: Truncation, log_survival: Tensor) -> DensityEstimate:

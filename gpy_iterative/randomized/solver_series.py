@@ -167,7 +167,6 @@ def russian_roulette_solve(
     truncation: Truncation,
     *,
     preconditioner: Preconditioner | PreconditionerRecipe | None = PivotedCholesky(rank=5),  # noqa: B008 (frozen)
-    tolerance: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Solution:
     """An unbiased estimate of H^-1 B by a random number of conjugate gradient steps per column.
@@ -177,7 +176,6 @@ def russian_roulette_solve(
         rhs: B [n] or [n, t].
         truncation: of the number of steps.
         preconditioner: P, or a recipe.
-        tolerance: as in `conjugate_gradient_series`.
         generator: None has seed 0.
 
     Returns:
@@ -207,7 +205,6 @@ def russian_roulette_solve(
         stops,
         survival_table(truncation, stops),
         preconditioner=preconditioner,
-        tolerance=tolerance,
     )
     residual = block - operator._matmul(series.sums)
     norms = {"targets": float(series.norms.amax()) if len(series.norms) else 0.0}

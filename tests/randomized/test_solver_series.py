@@ -296,4 +296,4 @@ def test_any_distribution_and_its_contradictions() -> None:
             russian_roulette_solve(operator, rhs, bad)
     for bad in (0.0, 2.0, math.nan):
         with pytest.raises(ValueError, match=f"tolerance.*{bad}"):
-            russian_roulette_solve(operator, rhs, TRUNCATION, tolerance=bad)
+            every_truncation(operator, rhs, None, tolerance=bad)
