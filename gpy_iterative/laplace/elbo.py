@@ -147,7 +147,7 @@ def _estimate(
     posterior, status = _maximised(problem, solution)
     weighted = (posterior.curvature @ known).flatten(0, 1)
     roots = torch.linalg.solve_triangular(posterior.factor, weighted.mT, upper=False).mT
-    left, right = factors(torch.cat([posterior.gradient.view(-1, 1), roots], dim=-1))
+    left, right = factors(torch.cat([posterior.gradient.reshape(-1, 1), roots], dim=-1))
 
     def expected_log_prob() -> Tensor:
         roots, total = _roots(posterior.blocks, scale), torch.zeros_like(scale[0])

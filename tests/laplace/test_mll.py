@@ -319,6 +319,21 @@ def test_elbo_of_a_wide_prior(name: str, scale: float, monkeypatch: pytest.Monke
     assert_derivative(bound, problem.model.parameters())
 
 
+@pytest.mark.parametrize("objective", ["laplace", "elbo"])
+@pytest.mark.parametrize("solver", [LaplaceCholesky(), LaplaceNewton()])
+def test_means_may_have_any_memory_layout(objective: str, solver: gpi.solvers.LaplaceSolver) -> None:
+    problem = case("softmax", n=12)
+    prior = problem.model(problem.x)
+    own = gpytorch.distributions.MultivariateNormal(prior.mean.contiguous(), prior.lazy_covariance_matrix)
+    values = []
+    for each in (prior, own):
+        options = {"objective": objective, "solver": solver, "generator": 0}
+        mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options)
+        values.append(mll(each, problem.y))
+    assert not prior.mean.is_contiguous()
+    torch.testing.assert_close(*values)
+
+
 def test_elbo_begins_where_averages_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """At points without counts the mode's curvature is nearly zero, and the average of exp(f) overflows."""
     monkeypatch.setattr("gpy_iterative.laplace.elbo.MAX_STEPS", 1)
