@@ -10,8 +10,12 @@ import torch
 import gpy_iterative as gpi
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.steps.curvature import Curvature, average_information, gradient_noise, prior_information
+from gpy_iterative.fitting.steps.directional import directional_product
+from gpy_iterative.linear_operators.from_gpytorch import operator_of_kernel
+from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import MATERN
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from tests.exact.gaussian_models import CASES, Case, Regression, data
 from tests.fitting.problems import ITERATIVE, LOW_RANK, TIGHT, dense_information, regression
@@ -224,6 +228,25 @@ def test_tensors_from_elsewhere_are_refused() -> None:
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
     with pytest.raises(NotImplementedError, match="register them"):
         curvature(mll, Coordinates(mll))
+
+
+def test_inputs_of_a_product_that_a_network_moves() -> None:
+    """No scale moves them so: differences of the whole product, whose factors are functions of one input each."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
+    first, second = (
+        gpytorch.kernels.RBFKernel(active_dims=(0,)),
+        gpytorch.kernels.MaternKernel(nu=1.5, active_dims=(1,)),
+    )
+    operator = operator_of_kernel((first * second).double(), draw(20, 2), None, KernelProducts())
+    assert isinstance(operator, RadialProductLinearOperator)
+    vector, tensors, tree = draw(20), operator.representation(), operator.representation_tree()
+    moves = [draw(*tensor.shape) if tensor.dim() else None for tensor in tensors]  # of inputs, not of scales
+    moved = lambda step: [t if m is None else t + step * m for t, m in zip(tensors, moves, strict=True)]
+    ends = [tree(*moved(step)) for step in (1e-5, -1e-5)]
+    expected = (ends[0].to_dense() - ends[1].to_dense()) @ vector / 2e-5
+    found = directional_product(operator, vector).along(moves)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-6)
 
 
 def test_short_lengthscales_keep_their_digits_in_float32() -> None:
