@@ -238,34 +238,30 @@ def _product_with_tasks(
     if not others or not is_index(index) or is_index(others[0]) or index.batch_shape:
         return None
     other = others[0] if len(others) == 1 else kernels.ProductKernel(*others)
-    count = index.covar_factor.shape[-2]
-    numbers = [None if x is None else active_inputs(index, x).squeeze(-1).long() for x in (x1, x2)]
-    for tasks in numbers:
-        if tasks is not None and len(tasks) and not 0 <= tasks.min() <= tasks.max() < count:
-            raise ValueError(
-                f"The IndexKernel has {count} tasks, but the inputs name tasks {tasks.min()} to {tasks.max()}."
-            )
     rows, columns = active_inputs(other, x1), active_inputs(other, x2)
+    row_tasks = _task_numbers(index, x1)
+    column_tasks = row_tasks if x2 is None else _task_numbers(index, x2)
     row_points = column_points = None
     of_columns = rows if columns is None else columns
     repeated = repeated_inputs(of_columns, MOST_POINTS * len(of_columns))
-    if repeated is not None:  # tasks have data at the same inputs
-        # In the order of data, whose blocks then have few points.
+    if repeated is not None:
+        # Tasks have data at the same inputs; in the order of data, whose blocks then have few points.
         first, column_points = repeated.in_order_of_data()
         if columns is None:
             rows, row_points = rows[first], column_points
         else:
             columns = columns[first]
-    points = operator_of_kernel(other, rows, columns, products, cache)
-    row_tasks, column_tasks = numbers
-    return HadamardLinearOperator.of(
-        points,
-        to_dense(index.covar_matrix),
-        row_tasks,
-        row_tasks if column_tasks is None else column_tasks,
-        row_points,
-        column_points,
-    )
+    points, tasks = operator_of_kernel(other, rows, columns, products, cache), to_dense(index.covar_matrix)
+    return HadamardLinearOperator.of(points, tasks, row_tasks, column_tasks, row_points, column_points)
+
+
+def _task_numbers(index: kernels.IndexKernel, x: Tensor) -> Tensor:
+    count, tasks = index.covar_factor.shape[-2], active_inputs(index, x).squeeze(-1).long()
+    if len(tasks) and not 0 <= tasks.min() <= tasks.max() < count:
+        raise ValueError(
+            f"The IndexKernel has {count} tasks, but the inputs name tasks {tasks.min()} to {tasks.max()}."
+        )
+    return tasks
 
 
 def _check_within_grid(kernel: kernels.GridInterpolationKernel, inputs: Tensor) -> None:
