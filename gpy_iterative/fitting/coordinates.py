@@ -207,6 +207,11 @@ class Coordinates:
         return self._joined([part.slopes() for part in self.parts])
 
     def gradient(self, function: Tensor, *, retain_graph: bool = False) -> Tensor:
+        if not function.requires_grad:
+            raise ValueError(
+                f"There is nothing to fit: the value depends on no parameter that requires a gradient ({self.names[0]} has "
+                "no part in it)."
+            )
         found = torch.autograd.grad(
             function, self.parameters, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
         )
