@@ -202,6 +202,11 @@ class PointwiseLikelihood:
                 return self._softmax_curvature(f.detach(), floor)
             blocks = blocks_at(f.detach().clone()).detach()
         check_finite_at(f, f"The curvature of {self.name}", blocks)
+        if form_of(self.likelihood) is None and not blocks.any():  # a known density may underflow to zero far out
+            raise UnsupportedLikelihoodError(
+                f"Laplace's method does not work with {self.name}: the second derivative of its log density is zero at all "
+                "data. For outliers use StudentTLikelihood."
+            )
         if self.is_log_concave and _is_indefinite(blocks):
             raise UnsupportedLikelihoodError(
                 f"{self.name} is registered as log-concave, but its log density is not concave at latent values up to "

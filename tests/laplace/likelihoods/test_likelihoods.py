@@ -208,6 +208,13 @@ class Cauchy(gl.likelihood._OneDimensionalLikelihood):
         return torch.distributions.Cauchy(function_samples, 0.5)
 
 
+class Absolute(gl.likelihood._OneDimensionalLikelihood):
+    """Median regression."""
+
+    def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> torch.distributions.Laplace:
+        return torch.distributions.Laplace(function_samples, 0.3)
+
+
 class Coupled(gl.Likelihood):
     """Does not factorise over points."""
 
@@ -421,3 +428,10 @@ def test_several_functions_that_are_not_concave_need_fisher_information() -> Non
     for curvature in (bent.step_curvature, bent.curvature_blocks):
         with pytest.raises(UnsupportedLikelihoodError, match="no Fisher information is registered"):
             curvature(torch.zeros(2, 2).double())
+
+
+def test_an_own_density_without_curvature_is_refused() -> None:
+    absolute = PointwiseLikelihood(Absolute(), torch.tensor([0.1, -1.0]), 1)
+    for curvature in (absolute.step_curvature, lambda f: absolute.curvature(f, COVARIANCE_FLOOR)):
+        with pytest.raises(UnsupportedLikelihoodError, match="Absolute: the second derivative"):
+            curvature(torch.zeros(2, 1).double())
