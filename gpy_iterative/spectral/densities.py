@@ -14,7 +14,7 @@ from gpy_iterative.linear_operators.radial_inputs import computes_the_same
 
 Draws = dict[str, Tensor]
 
-#: Least factor of a widened chi-square; frequencies grow by up to 10,000.
+#: Least factor of a widened chi-square or tail probability; frequencies of the first grow by up to 10,000.
 SMALLEST = 1e-8
 #: Largest growth of the square of a normal draw, and the share of frequencies that grow. Data determine frequencies of a
 #: density above about noise / n; grown ones reach exp(-25) of its maximum in one dimension, less in more.
@@ -127,6 +127,12 @@ class GammaMixture(SpectralDensity):
 
     def frequencies(self, kernel: kernels.Kernel, draws: Draws) -> Tensor:
         return draws["normal"] * gamma_quantile(draws["uniform"], kernel.alpha).sqrt().unsqueeze(-2)
+
+    def widened(self, kernel: kernels.Kernel, draws: Draws, uniform: Callable) -> Draws:
+        # High frequencies have a large u, too: half of the probabilities above u shrink as chi-squares do.
+        tail = growth(len(draws["uniform"]), uniform, SMALLEST, 0.5) * (1 - draws["uniform"])
+        wide = (1 / tail.clamp_min(SMALLEST) - 1) / -math.log(SMALLEST)  # the density of those that shrink
+        return draws | {"uniform": 1 - tail, "importance": 1 / (0.5 + 0.5 * wide)}
 
 
 @register_spectral_density(kernels.SpectralMixtureKernel)

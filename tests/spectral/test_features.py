@@ -103,10 +103,21 @@ def test_widened_draws_are_unbiased(name: str, num_frequencies: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("factors", "dims", "lengthscale", "noise"),
-    [(1, 1, 0.1, 1e-4), (1, 2, 0.3, 0.01), (1, 8, 2.0, 1e-4), (1, 20, 5.0, 0.01), (2, 2, 0.3, 0.01), (8, 8, 2.0, 1e-4)],
+    ("kernel_class", "factors", "dims", "lengthscale", "noise"),
+    [
+        (kernels.RBFKernel, 1, 1, 0.1, 1e-4),
+        (kernels.RBFKernel, 1, 2, 0.3, 0.01),
+        (kernels.RBFKernel, 1, 8, 2.0, 1e-4),
+        (kernels.RBFKernel, 1, 20, 5.0, 0.01),
+        (kernels.RBFKernel, 2, 2, 0.3, 0.01),
+        (kernels.RBFKernel, 8, 8, 2.0, 1e-4),
+        (kernels.RQKernel, 1, 1, 0.1, 1e-4),
+        (kernels.RQKernel, 1, 2, 0.3, 1e-3),
+    ],
 )
-def test_posterior_variance_of_widened_draws(factors: int, dims: int, lengthscale: float, noise: float) -> None:
+def test_posterior_variance_of_widened_draws(
+    kernel_class: type[kernels.Kernel], factors: int, dims: int, lengthscale: float, noise: float
+) -> None:
     """Given the features, a path's contrast c = [-H^-1 k, 1] has the variance |Phi^T c|^2 + noise |H^-1 k|^2.
 
     Frequencies of the kernel's own density, of which the tail hardly gets one, give .93 to 1.2 times the posterior's.
@@ -114,7 +125,7 @@ def test_posterior_variance_of_widened_draws(factors: int, dims: int, lengthscal
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(630, dims, generator=generator, dtype=torch.float64)
     parts = torch.arange(dims).chunk(factors)
-    kernel = kernels.ProductKernel(*[kernels.RBFKernel(active_dims=tuple(part.tolist())) for part in parts]).double()
+    kernel = kernels.ProductKernel(*[kernel_class(active_dims=tuple(part.tolist())) for part in parts]).double()
     for each in kernel.kernels:
         each.lengthscale = lengthscale
     terms, maker = kernel_terms(kernel(x)), RandomFourierFeatures(8192, widened=True)

@@ -200,7 +200,8 @@ class PathwisePosterior:
         """Posterior samples as functions: `paths(x)` is [num_paths, *b, t]; more begin with the same functions.
 
         Paths share `num_frequencies` frequencies. Given these, their variance differs from the posterior's by about 1% for
-        RBF and 3% for Matern kernels (median of the points), at single points in 8 dimensions by up to 10%.
+        RBF, 2% for rational quadratic and 3% for Matern kernels (median of the points), at single points in 8 dimensions by
+        up to 20%.
 
         Cost: one solve with a column per new function.
 
