@@ -201,8 +201,8 @@ def _equal_terms(kernel: LinearOperator) -> Iterator[str]:
         blocks = [dense_rows(term, rows) for term in kernel.linear_ops]
         if any(torch.equal(first, second) for first, second in combinations(blocks, 2)):
             yield (
-                "Two terms of the kernel's sum are equal, so they stay equal in a fit: give them different hyperparameters "
-                "before it, such as a short and a long lengthscale."
+                "Two terms of the kernel's sum are equal. If their priors are, too, they stay equal in a fit: give them "
+                "different hyperparameters before it, such as a short and a long lengthscale."
             )
 
 
