@@ -206,12 +206,16 @@ class Coordinates:
     def slopes(self) -> Tensor:
         return self._joined([part.slopes() for part in self.parts])
 
-    def gradient(self, function: Tensor, *, retain_graph: bool = False) -> Tensor:
-        if not function.requires_grad:
+    def check_value(self, value: Tensor) -> None:
+        """ValueError if it depends on no free parameter."""
+        if not value.requires_grad:
             raise ValueError(
                 f"There is nothing to fit: the value depends on no parameter that requires a gradient ({self.names[0]} has "
                 "no part in it)."
             )
+
+    def gradient(self, function: Tensor, *, retain_graph: bool = False) -> Tensor:
+        self.check_value(function)
         found = torch.autograd.grad(
             function, self.parameters, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
         )

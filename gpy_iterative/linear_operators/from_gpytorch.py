@@ -256,11 +256,12 @@ def _product_with_tasks(
 
 
 def _task_numbers(index: kernels.IndexKernel, x: Tensor) -> Tensor:
-    count, tasks = index.covar_factor.shape[-2], active_inputs(index, x).squeeze(-1).long()
-    if len(tasks) and not 0 <= tasks.min() <= tasks.max() < count:
-        raise ValueError(
-            f"The IndexKernel has {count} tasks, but the inputs name tasks {tasks.min()} to {tasks.max()}."
-        )
+    count, given = index.covar_factor.shape[-2], active_inputs(index, x).squeeze(-1)
+    tasks = given.long()
+    is_task = (given == tasks) & (tasks >= 0) & (tasks < count)
+    if not is_task.all():
+        wrong = given[~is_task][0].item()
+        raise ValueError(f"The IndexKernel has {count} tasks, 0 to {count - 1}, but the inputs name a task {wrong:g}.")
     return tasks
 
 

@@ -790,11 +790,12 @@ def test_nothing_to_fit(method: str) -> None:
         quiet(regression(20).requires_grad_(False), method=method)
 
 
-def test_only_a_parameter_without_effect_is_free() -> None:
+@pytest.mark.parametrize("method", ["auto", "adam"])
+def test_only_a_parameter_without_effect_is_free(method: str) -> None:
     mll = regression(20).requires_grad_(False)
     mll.model.unused = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match=r"nothing to fit: .*\(unused\[0\] has no part in it\)"):
-        quiet(mll)
+        quiet(mll, method=method)
 
 
 def test_other_marginal_log_likelihoods() -> None:

@@ -205,10 +205,11 @@ def test_products_with_an_index_kernel(index: type[kernels.IndexKernel], is_firs
             found = kernel_operator(kernel(x, columns), KernelProducts())
             assert isinstance(found, HadamardLinearOperator) == (index is kernels.IndexKernel)
             torch.testing.assert_close(found.to_dense(), kernel(x, columns).to_dense())
-    x[4, 2] = TASKS
-    if index is kernels.IndexKernel:
-        with pytest.raises(ValueError, match="has 3 tasks, but the inputs name tasks 0 to 3"):
-            kernel_operator(kernel(x), KernelProducts())
+    for task in (TASKS, -1.0, 1.5, torch.nan):
+        x[4, 2] = task
+        if index is kernels.IndexKernel:
+            with pytest.raises(ValueError, match=f"has 3 tasks, 0 to 2, but the inputs name a task {task:g}"):
+                kernel_operator(kernel(x), KernelProducts())
 
 
 def test_tasks_at_the_same_inputs() -> None:
