@@ -154,6 +154,11 @@ def function_blocks(matrix: Tensor, count: int) -> Tensor:
     return by_point.diagonal(dim1=-3, dim2=-1).movedim(-1, -3)
 
 
+def is_principal(row_index: Any, col_index: Any) -> bool:
+    """Whether rows and columns are the same slice."""
+    return isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index
+
+
 def whole_points(index: Any, repeats: int, size: int) -> Any:
     """The points of a row index, if each has `repeats` rows; None if the index divides one."""
     if repeats == 1:

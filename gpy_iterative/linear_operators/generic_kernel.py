@@ -10,7 +10,7 @@ from gpytorch.kernels import GridInterpolationKernel, Kernel
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.extensions import points_of, rebuilt, whole_points
+from gpy_iterative.linear_operators.extensions import is_principal, points_of, rebuilt, whole_points
 from gpy_iterative.linear_operators.kernel_functions import KernelFunction, leaves_of, shortest_lengthscales
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -315,8 +315,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         columns = whole_points(col_index, outputs, self.shape[-1])
         if rows is None or columns is None:
             return super()._getitem(row_index, col_index, *batch_indices)
-        principal = self.symmetric and isinstance(rows, slice) and isinstance(columns, slice) and rows == columns
-        return self._rebuild(self.x1[..., rows, :], None if principal else self.columns[..., columns, :])
+        x2 = None if self.symmetric and is_principal(rows, columns) else self.columns[..., columns, :]
+        return self._rebuild(self.x1[..., rows, :], x2)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
         rows, columns, *batch = (index.reshape(-1) for index in (row_index, col_index, *batch_indices))

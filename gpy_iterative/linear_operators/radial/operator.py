@@ -9,6 +9,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators.extensions import is_principal
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
@@ -57,7 +58,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         super().__init__(x1, outputscale, **tensors, **options)
         self.x1, self.outputscale, self.x2, self.alpha = x1, outputscale, x2, alpha
         self.function, self.products, self.cache, self.symmetric = function, products, cache, x2 is None
-        self.angles = angles
+        self.angles, self.columns = angles, x1 if x2 is None else x2
         self.tile_scale = outputscale.detach().unsqueeze(-1).unsqueeze(-1)
         # Whether members differ in more than outputscales.
         self._is_batched = x1.dim() > 2 or (alpha is not None and alpha.dim() > 1)
@@ -72,11 +73,10 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache, is_centred=loses_digits)
 
     def _size(self) -> torch.Size:
-        columns = self.x1 if self.x2 is None else self.x2
-        batch = torch.broadcast_shapes(self.x1.shape[:-2], columns.shape[:-2], self.outputscale.shape)
+        batch = torch.broadcast_shapes(self.x1.shape[:-2], self.columns.shape[:-2], self.outputscale.shape)
         if self.alpha is not None:
             batch = torch.broadcast_shapes(batch, self.alpha.shape[:-1])
-        return torch.Size((*batch, self.x1.shape[-2], columns.shape[-2]))
+        return torch.Size((*batch, self.x1.shape[-2], self.columns.shape[-2]))
 
     def at(self, x1: Tensor) -> LinearOperator:
         """The symmetric kernel at other scaled inputs."""
@@ -113,7 +113,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         )
 
     def far_field_error(self) -> float | None:
-        """See `extensions.far_field_error`."""
         tiles = self.tiles()
         field = tiles.far_field() if isinstance(tiles, RadialFarField) else None
         return None if field is None else field.error
@@ -149,35 +148,28 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return function.value_(u, torch.empty_like(u), self.alpha).mul_(self.tile_scale)
 
     def kernel_inputs(self) -> Tensor:
-        """See `extensions.kernel_inputs`."""
         return self.x1.detach()
 
     def _full_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        batch, x2 = self.batch_shape, self.x1 if self.x2 is None else self.x2
+        batch = self.batch_shape
         return (
             self.x1.expand(*batch, *self.x1.shape[-2:]),
             self.outputscale.expand(batch),
-            x2.expand(*batch, *x2.shape[-2:]),
+            self.columns.expand(*batch, *self.columns.shape[-2:]),
             None if self.alpha is None else self.alpha.expand(*batch, 1),
         )
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        x1, outputscale, x2, alpha = self._full_batch()
         if batch_indices:
-            x1, outputscale, x2 = x1[batch_indices], outputscale[batch_indices], x2[batch_indices]
-            alpha = None if alpha is None else alpha[batch_indices]
-        principal = (
-            self.symmetric and isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index
-        )
-        return self._rebuild(x1[..., row_index, :], outputscale, None if principal else x2[..., col_index, :], alpha)
+            return self._on_batches(lambda tensor, _: tensor[batch_indices])._getitem(row_index, col_index)
+        x2 = None if self.symmetric and is_principal(row_index, col_index) else self.columns[..., col_index, :]
+        return self._rebuild(self.x1[..., row_index, :], self.outputscale, x2, self.alpha)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
         x1, outputscale, x2, alpha = self._full_batch()
         u = (x1[(*batch_indices, row_index)] - x2[(*batch_indices, col_index)]).square().sum(-1)[..., None, None]
-        if batch_indices:
-            outputscale = outputscale[batch_indices]
-            alpha = None if alpha is None else alpha[batch_indices]
-        return outputscale * self.function.value(u * self.function.scale(alpha), alpha)[..., 0, 0]
+        alpha = None if alpha is None else alpha[batch_indices]
+        return outputscale[batch_indices] * self.function.value(u * self.function.scale(alpha), alpha)[..., 0, 0]
 
     def _transpose_nonbatch(self) -> LinearOperator:
         if self.symmetric:
