@@ -18,13 +18,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.exact.probes import Probes
-from gpy_iterative.linear_operators.extensions import (
-    dense_rows,
-    kernel_inputs,
-    matrix_derivative,
-    principal_blocks,
-    sum_terms,
-)
+from gpy_iterative.linear_operators import extensions
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from gpy_iterative.linear_operators.tiles.tiles import blocks
@@ -59,7 +53,8 @@ class ControlVariate:
         if operator.batch_shape:
             return None
         first = torch.zeros(1, dtype=torch.long, device=operator.device)
-        is_simple = all(isinstance(term, TiledLinearOperator) for term, _ in sum_terms(operator.kernel[first, :]))
+        terms = extensions.sum_terms(operator.kernel[first, :])
+        is_simple = all(isinstance(term, TiledLinearOperator) for term, _ in terms)
         return cls(probes.vectors, dual, covariance) if is_simple and _most_inputs(operator) <= MOST_INPUTS else None
 
     @torch.no_grad()
@@ -108,7 +103,7 @@ class _System:
 
 
 def _most_inputs(operator: NoisyLinearOperator) -> int:
-    inputs = [kernel_inputs(term) for term, _ in sum_terms(operator.kernel)]
+    inputs = [extensions.kernel_inputs(term) for term, _ in extensions.sum_terms(operator.kernel)]
     return max(points.shape[-1] for points in inputs if points is not None)
 
 
@@ -134,7 +129,7 @@ def _of_blocks(
     def of_rows(rows: slice) -> Sequence[Tensor]:
         picked = order[sets[rows]]
         with torch.enable_grad():
-            entries = principal_blocks(system.operator, picked)
+            entries = extensions.principal_blocks(system.operator, picked)
         block, row = entries.detach().double(), b[rows].double()
         gradient = -(vectors[picked] @ left[rows].unsqueeze(-1))
         if factor is not None and inner is not None:
@@ -188,7 +183,7 @@ def _of_low_rank(
     """
     factor, pivots, kernel = covariance.factor, covariance.pivots, system.operator.kernel
     rank = factor.shape[-1]
-    block = dense_rows(kernel, pivots)[:, pivots].double()
+    block = extensions.dense_rows(kernel, pivots)[:, pivots].double()
     if not (block.diagonal() > 0).any():  # a zero kernel
         return list(map(torch.zeros_like, system.leaves))
     lower = pivot_factor(block, factor.dtype)
@@ -200,6 +195,6 @@ def _of_low_rank(
     weights[:, pivots] -= (by_block + by_block.mT) / 4
     with torch.enable_grad():
         rows = kernel[pivots, :]
-    derivatives = matrix_derivative(rows, weights.to(factor.dtype))
+    derivatives = extensions.matrix_derivative(rows, weights.to(factor.dtype))
     moving = [tensor for tensor, part in zip(rows.representation(), derivatives, strict=True) if part is not None]
     return system.pulled_back(moving, [part for part in derivatives if part is not None])

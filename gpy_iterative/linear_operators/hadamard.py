@@ -6,7 +6,7 @@ import torch
 from linear_operator import LinearOperator, to_dense, to_linear_operator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.extensions import dense_rows, matrix_derivative, principal_block
+from gpy_iterative.linear_operators import extensions
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator, spread_rows
 
@@ -95,7 +95,7 @@ class HadamardLinearOperator(ObservedLinearOperator):
             of_points = spread_rows(of_points, self.row_points, self.points.shape[-2])
         if self.column_points is not None:
             of_points = spread_rows(of_points.mT, self.column_points, self.points.shape[-1]).mT
-        found = matrix_derivative(self.points, of_points)
+        found = extensions.matrix_derivative(self.points, of_points)
         if not self.tasks.requires_grad:
             return (*found, None, None, None)
         of_pairs = weights * self._at_rows(self._at_columns(to_dense(self.points)))
@@ -108,12 +108,12 @@ class HadamardLinearOperator(ObservedLinearOperator):
             rows = torch.arange(len(self.observed), device=self.device)[block]
             return self.principal_blocks(rows.unsqueeze(0))[0]
         tasks = self.row_tasks[block]
-        return principal_block(self.points, block) * self.tasks[tasks.unsqueeze(-1), tasks]
+        return extensions.principal_block(self.points, block) * self.tasks[tasks.unsqueeze(-1), tasks]
 
     def dense_rows(self, rows: Tensor) -> Tensor:
         points = rows if self.row_points is None else self.row_points[rows]
         factors = self.tasks[self.row_tasks[rows].unsqueeze(-1), self.column_tasks]
-        return self._at_columns(dense_rows(self.points, points)) * factors
+        return self._at_columns(extensions.dense_rows(self.points, points)) * factors
 
     def _at_rows(self, of_points: Tensor) -> Tensor:
         return of_points if self.row_points is None else of_points.index_select(-2, self.row_points)

@@ -13,14 +13,7 @@ from typing import Any
 
 import gpytorch
 import torch
-from gpytorch.kernels import (
-    AdditiveKernel,
-    CylindricalKernel,
-    GridInterpolationKernel,
-    Kernel,
-    ProductKernel,
-    ProductStructureKernel,
-)
+from gpytorch import kernels
 from gpytorch.kernels.keops.keops_kernel import KeOpsKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator, to_dense, to_linear_operator
@@ -37,7 +30,7 @@ from gpy_iterative.linear_operators.radial_inputs import active_inputs
 GPYTORCH_SETTINGS = threading.RLock()
 
 
-class _Eager(Kernel):
+class _Eager(kernels.Kernel):
     def covar_dist(
         self,
         x1: Tensor,
@@ -79,7 +72,7 @@ class _Eager(Kernel):
         return found.diagonal(dim1=-1, dim2=-2) if is_matrix or isinstance(found, LinearOperator) else found
 
 
-class _EagerSum(AdditiveKernel):
+class _EagerSum(kernels.AdditiveKernel):
     """A sum without linear_operator's low-rank update, which factorises the terms before it."""
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> LinearOperator | Tensor:
@@ -88,14 +81,14 @@ class _EagerSum(AdditiveKernel):
         return SumLinearOperator(*(to_linear_operator(kernel(x1, x2, **params)) for kernel in self.kernels))
 
 
-class _EagerProduct(ProductKernel):
+class _EagerProduct(kernels.ProductKernel):
     """A product without linear_operator's, of Cholesky factors: factors may be singular, or not positive definite."""
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
         return reduce(torch.mul, (to_dense(kernel(x1, x2, diag=diag, **params)) for kernel in self.kernels))
 
 
-class _EagerProductStructure(ProductStructureKernel):
+class _EagerProductStructure(kernels.ProductStructureKernel):
     """A product without linear_operator's, which approximates factors or fails."""
 
     __call__ = _Eager.__call__  # GPyTorch's takes a diagonal for a matrix
@@ -109,7 +102,7 @@ class _EagerProductStructure(ProductStructureKernel):
         return factors.prod(-2 if diag else -3)
 
 
-class _EagerGrid(GridInterpolationKernel):
+class _EagerGrid(kernels.GridInterpolationKernel):
     """An interpolation without linear_operator's sparse matrices, which warn."""
 
     def forward(self, *inputs: Tensor, **options: Any) -> LinearOperator | Tensor:
@@ -119,12 +112,12 @@ class _EagerGrid(GridInterpolationKernel):
 
 
 @cache
-def _eager(kind: type[Kernel]) -> type[Kernel]:
+def _eager(kind: type[kernels.Kernel]) -> type[kernels.Kernel]:
     pairs = (
-        (AdditiveKernel, _EagerSum),
-        (ProductKernel, _EagerProduct),
-        (ProductStructureKernel, _EagerProductStructure),
-        (GridInterpolationKernel, _EagerGrid),
+        (kernels.AdditiveKernel, _EagerSum),
+        (kernels.ProductKernel, _EagerProduct),
+        (kernels.ProductStructureKernel, _EagerProductStructure),
+        (kernels.GridInterpolationKernel, _EagerGrid),
     )
     for base, own in pairs:
         if kind.forward is base.forward:
@@ -132,15 +125,15 @@ def _eager(kind: type[Kernel]) -> type[Kernel]:
     return types.new_class(kind.__name__, (kind, _Eager))  # a kernel's own `__call__` comes first
 
 
-def class_of(kernel: Kernel) -> type[Kernel]:
+def class_of(kernel: kernels.Kernel) -> type[kernels.Kernel]:
     """The kernel's class, also of an eager copy."""
     kind = type(kernel)
     return kind.__bases__[-2] if issubclass(kind, _Eager) else kind
 
 
-def eager_copy(kernel: Kernel, own: tuple[str, ...] = ()) -> Kernel:
+def eager_copy(kernel: kernels.Kernel, own: tuple[str, ...] = ()) -> kernels.Kernel:
     """`own` as in `ModuleCopies`."""
-    kind = lambda kind: _eager(kind) if issubclass(kind, Kernel) else kind
+    kind = lambda kind: _eager(kind) if issubclass(kind, kernels.Kernel) else kind
     copied = ModuleCopies(own=own, kind=kind).of(kernel)
     clear_caches(copied)
     return copied
@@ -153,28 +146,28 @@ def clear_caches(module: torch.nn.Module) -> None:
             part._clear_cache()
 
 
-def evaluated(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> LinearOperator:
+def evaluated(kernel: kernels.Kernel, x1: Tensor, x2: Tensor, **options: Any) -> LinearOperator:
     """The kernel's `forward`, evaluated, on inputs with active dims only."""
     # `__call__` would select active dims again.
     with _settings(kernel):
         return to_linear_operator(gpytorch.Module.__call__(eager_copy(kernel), x1, x2, **options))
 
 
-def kernel_matrix(kernel: Kernel, x1: Tensor, x2: Tensor) -> Tensor:
+def kernel_matrix(kernel: kernels.Kernel, x1: Tensor, x2: Tensor) -> Tensor:
     """The dense k(x1, x2)."""
     with _settings(kernel):
         return to_dense(eager_copy(kernel)(x1, x2))
 
 
-def kernel_diagonal(kernel: Kernel, x: Tensor) -> Tensor:
+def kernel_diagonal(kernel: kernels.Kernel, x: Tensor) -> Tensor:
     with _settings(kernel):
         return eager_copy(kernel)(x, diag=True)
 
 
 @contextmanager
-def _settings(kernel: Kernel) -> Iterator[None]:
+def _settings(kernel: kernels.Kernel) -> Iterator[None]:
     """Locks settings for KeOps kernels, which must not compile for dense blocks, and for kernels that change them."""
-    if any(isinstance(part, (KeOpsKernel, CylindricalKernel)) for part in kernel.modules()):
+    if any(isinstance(part, (KeOpsKernel, kernels.CylindricalKernel)) for part in kernel.modules()):
         with GPYTORCH_SETTINGS, gpytorch.settings.use_keops(False):
             yield
     else:
@@ -182,7 +175,7 @@ def _settings(kernel: Kernel) -> Iterator[None]:
 
 
 class _Forward(torch.nn.Module):
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: kernels.Kernel) -> None:
         super().__init__()
         self.kernel = kernel
 
@@ -193,7 +186,7 @@ class _Forward(torch.nn.Module):
 class KernelFunction:
     """A kernel as a function of its tensors, with one copy of its modules per thread."""
 
-    def __init__(self, kernel: Kernel, own_buffers: bool) -> None:
+    def __init__(self, kernel: kernels.Kernel, own_buffers: bool) -> None:
         self._kernel, self._own_buffers = kernel, own_buffers
         self._copies = threading.local()
         # Other threads wait for the first call, which may draw random numbers.
@@ -214,12 +207,12 @@ class KernelFunction:
         return KernelFunction, (self._kernel, self._own_buffers)  # copies get their own modules
 
 
-def shortest_lengthscales(kernel: Kernel, inputs: Tensor) -> Tensor:
+def shortest_lengthscales(kernel: kernels.Kernel, inputs: Tensor) -> Tensor:
     """The shortest lengthscale [d] of each dimension; 1 without one."""
     size = inputs.shape[-1]
     found = torch.full((size,), torch.inf, dtype=torch.float64, device=inputs.device)
     for part in kernel.modules():
-        if isinstance(part, Kernel) and part.has_lengthscale:
+        if isinstance(part, kernels.Kernel) and part.has_lengthscale:
             # The whole kernel's active dims are already selected.
             dims = part.active_dims
             if part is kernel or dims is None:

@@ -6,16 +6,7 @@ from linear_operator.operators import KroneckerProductLinearOperator
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gpy_iterative.linear_operators.extensions import (
-    Rows,
-    columns_matmul,
-    dense_rows,
-    kernel_inputs,
-    matrix_derivative,
-    points_of,
-    principal_blocks,
-    rows_matmul,
-)
+from gpy_iterative.linear_operators import extensions
 
 
 class KroneckerLinearOperator(KroneckerProductLinearOperator):
@@ -57,24 +48,24 @@ class KroneckerLinearOperator(KroneckerProductLinearOperator):
         if not tasks.requires_grad:
             return (*of_points, *[None] * len(tasks.representation()))
         product = points._matmul(right.flatten(-2)).unflatten(-1, right.shape[-2:])
-        return (*of_points, *matrix_derivative(tasks, torch.einsum("...ais,...ajs->...ij", left, product)))
+        return (*of_points, *extensions.matrix_derivative(tasks, torch.einsum("...ais,...ajs->...ij", left, product)))
 
     # Documented in `extensions.py`
 
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
         points, tasks = self.points, self.tasks
         blocks = weights.unflatten(-1, (-1, tasks.shape[-1])).unflatten(-3, (-1, tasks.shape[-2]))
-        of_points = matrix_derivative(points, torch.einsum("...aibj,...ij->...ab", blocks, to_dense(tasks)))
+        of_points = extensions.matrix_derivative(points, torch.einsum("...aibj,...ij->...ab", blocks, to_dense(tasks)))
         if not tasks.requires_grad:
             return (*of_points, *[None] * len(tasks.representation()))
         of_tasks = torch.einsum("...aibj,...ab->...ij", blocks, to_dense(points))
-        return (*of_points, *matrix_derivative(tasks, of_tasks))
+        return (*of_points, *extensions.matrix_derivative(tasks, of_tasks))
 
-    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+    def rows_matmul(self, rows: extensions.Rows, rhs: Tensor) -> Tensor:
         tasks = to_dense(self.tasks)
         count = tasks.shape[-1]
-        points, position, inner = points_of(torch.arange(self.shape[-2], device=rhs.device)[rows], count)
-        found = rows_matmul(self.points, points, (tasks @ rhs.unflatten(0, (-1, count))).flatten(1))
+        points, position, inner = extensions.points_of(torch.arange(self.shape[-2], device=rhs.device)[rows], count)
+        found = extensions.rows_matmul(self.points, points, (tasks @ rhs.unflatten(0, (-1, count))).flatten(1))
         return found.unflatten(-1, (count, -1))[position, inner]
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
@@ -83,21 +74,21 @@ class KroneckerLinearOperator(KroneckerProductLinearOperator):
         count = tasks.shape[-1]
         points = slice(start // count, -(-stop // count))
         whole = pad(rhs, (0, 0, start - points.start * count, points.stop * count - stop)).unflatten(0, (-1, count))
-        found = columns_matmul(self.points, points, (tasks @ whole).flatten(1))
+        found = extensions.columns_matmul(self.points, points, (tasks @ whole).flatten(1))
         return found.unflatten(-1, (count, -1)).flatten(0, 1)
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
         tasks = to_dense(self.tasks)
         index = rows % tasks.shape[-1]
-        blocks = principal_blocks(self.points, rows // tasks.shape[-1])
+        blocks = extensions.principal_blocks(self.points, rows // tasks.shape[-1])
         return blocks * tasks[index.unsqueeze(-1), index.unsqueeze(-2)]
 
     def dense_rows(self, rows: Tensor) -> Tensor:
         tasks = to_dense(self.tasks)
         of_tasks = tasks[..., rows % tasks.shape[-1], :].unsqueeze(-2)
-        return (dense_rows(self.points, rows // tasks.shape[-1]).unsqueeze(-1) * of_tasks).flatten(-2)
+        return (extensions.dense_rows(self.points, rows // tasks.shape[-1]).unsqueeze(-1) * of_tasks).flatten(-2)
 
     def kernel_inputs(self) -> Tensor | None:
         """Those of the points, for each task."""
-        inputs = kernel_inputs(self.points)
+        inputs = extensions.kernel_inputs(self.points)
         return None if inputs is None else inputs.repeat_interleave(self.tasks.shape[-2], dim=-2)

@@ -4,14 +4,7 @@ import torch
 from linear_operator.operators import MaskedLinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.extensions import (
-    Rows,
-    columns_matmul,
-    dense_rows,
-    kernel_inputs,
-    principal_blocks,
-    rows_matmul,
-)
+from gpy_iterative.linear_operators import extensions
 
 
 class ObservedLinearOperator(MaskedLinearOperator):
@@ -52,8 +45,8 @@ class ObservedLinearOperator(MaskedLinearOperator):
 
     # Documented in `extensions.py`
 
-    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        return rows_matmul(self.base, self.observed[rows], self._among_columns(rhs))
+    def rows_matmul(self, rows: extensions.Rows, rhs: Tensor) -> Tensor:
+        return extensions.rows_matmul(self.base, self.observed[rows], self._among_columns(rhs))
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
         numbers = self.observed_columns[columns]
@@ -61,16 +54,16 @@ class ObservedLinearOperator(MaskedLinearOperator):
             return rhs.new_zeros(len(self.observed), rhs.shape[-1])
         first, last = torch.stack(numbers.aminmax()).tolist()
         whole = spread_rows(rhs, numbers - first, last + 1 - first)
-        return columns_matmul(self.base, slice(first, last + 1), whole)[self.observed]
+        return extensions.columns_matmul(self.base, slice(first, last + 1), whole)[self.observed]
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
-        return principal_blocks(self.base, self.observed[rows])
+        return extensions.principal_blocks(self.base, self.observed[rows])
 
     def dense_rows(self, rows: Tensor) -> Tensor:
-        return dense_rows(self.base, self.observed[rows])[..., self.observed_columns]
+        return extensions.dense_rows(self.base, self.observed[rows])[..., self.observed_columns]
 
     def kernel_inputs(self) -> Tensor | None:
-        inputs = kernel_inputs(self.base)
+        inputs = extensions.kernel_inputs(self.base)
         return None if inputs is None else inputs[..., self.observed, :]
 
 

@@ -6,16 +6,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.extensions import (
-    Rows,
-    columns_matmul,
-    dense_rows,
-    kernel_inputs,
-    matrix_derivative,
-    principal_block,
-    principal_blocks,
-    rows_matmul,
-)
+from gpy_iterative.linear_operators import extensions
 
 
 class NoisyLinearOperator(LinearOperator):
@@ -53,7 +44,7 @@ class NoisyLinearOperator(LinearOperator):
         return self.kernel._diagonal() + self.noise
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        if not (isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index):
+        if not extensions.is_principal(row_index, col_index):
             return super()._getitem(row_index, col_index, *batch_indices)
         kernel, noise = self.kernel, self.noise
         if batch_indices:
@@ -97,42 +88,37 @@ class NoisyLinearOperator(LinearOperator):
         noise = self.noise.double()
         return ((self.kernel._diagonal() + noise) / noise).mean(-1)
 
-    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        """See `extensions.rows_matmul`."""
-        return rows_matmul(self.kernel, rows, rhs) + self.noise[rows].unsqueeze(-1) * rhs[rows]
+    # Documented in `extensions.py`
+
+    def rows_matmul(self, rows: extensions.Rows, rhs: Tensor) -> Tensor:
+        return extensions.rows_matmul(self.kernel, rows, rhs) + self.noise[rows].unsqueeze(-1) * rhs[rows]
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
-        """See `extensions.columns_matmul`."""
-        result = columns_matmul(self.kernel, columns, rhs)
+        result = extensions.columns_matmul(self.kernel, columns, rhs)
         result[columns] += self.noise[columns].unsqueeze(-1) * rhs
         return result
 
     def principal_block(self, block: slice) -> Tensor:
-        """See `extensions.principal_block`."""
-        result = principal_block(self.kernel, block)
+        result = extensions.principal_block(self.kernel, block)
         result.diagonal().add_(self.noise[block])
         return result
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
-        """See `extensions.principal_blocks`."""
         is_same = rows.unsqueeze(-1) == rows.unsqueeze(-2)
-        return principal_blocks(self.kernel, rows) + is_same * self.noise[rows].unsqueeze(-1)
+        return extensions.principal_blocks(self.kernel, rows) + is_same * self.noise[rows].unsqueeze(-1)
 
     def kernel_inputs(self) -> Tensor | None:
-        """See `extensions.kernel_inputs`."""
-        return kernel_inputs(self.kernel)
+        return extensions.kernel_inputs(self.kernel)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
-        """See `extensions.dense_rows`."""
-        kernel, batch = dense_rows(self.kernel, rows), self.batch_shape
+        kernel, batch = extensions.dense_rows(self.kernel, rows), self.batch_shape
         # A kernel matrix that several noises share is copied.
         result = kernel if kernel.shape[:-2] == batch else kernel.expand(*batch, *kernel.shape[-2:]).clone()
         index, noise = rows.expand(*batch, -1), self.noise[..., rows].expand(*batch, -1)
         return result.scatter_add_(-1, index.unsqueeze(-1), noise.unsqueeze(-1).to(result.dtype))
 
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
-        """See `extensions.matrix_derivative`."""
-        kernel = matrix_derivative(self.kernel, weights)
+        kernel = extensions.matrix_derivative(self.kernel, weights)
         if not self.noise.requires_grad:
             return (*kernel, None)
         return (*kernel, weights.diagonal(dim1=-2, dim2=-1).sum_to_size(self.noise.shape))
