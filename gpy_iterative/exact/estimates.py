@@ -19,8 +19,8 @@ from gpy_iterative.exact.control_variate import ControlVariate
 from gpy_iterative.exact.probes import Probes
 from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
-from gpy_iterative.linear_solvers.cholesky import Cholesky
-from gpy_iterative.linear_solvers.exact_factors import ExactFactor, structure
+from gpy_iterative.linear_solvers.cholesky import Cholesky, ExactFactor
+from gpy_iterative.linear_solvers.exact_factors import structure
 from gpy_iterative.linear_solvers.logdet.lanczos import (
     MAX_LOGDET_PRODUCTS,
     BracketPositions,

@@ -16,7 +16,9 @@ from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError, float
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.columns import LinearSystem
-from gpy_iterative.linear_solvers.exact_factors import ExactFactor, structure
+from gpy_iterative.linear_solvers.exact_factors import structure
+from gpy_iterative.linear_solvers.kronecker import KroneckerFactor
+from gpy_iterative.linear_solvers.low_rank import LowRankFactor
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus
 from gpy_iterative.worker_threads import run
 
@@ -76,6 +78,9 @@ class CholeskyFactor:
             return None
         upper = torch.cat([lower, torch.zeros_like(cross.mT, dtype=lower.dtype)], dim=-1)
         return CholeskyFactor(torch.cat([upper, torch.cat([below, corner], dim=-1)], dim=-2), self.dtype)
+
+
+ExactFactor = CholeskyFactor | KroneckerFactor | LowRankFactor
 
 
 def _fill_inverse(result: Tensor, lower: Tensor, columns: slice) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from linear_operator import LinearOperator
 from torch import Tensor
@@ -10,24 +10,10 @@ from torch import Tensor
 from gpy_iterative.linear_solvers.kronecker import KroneckerFactor, kronecker_parts
 from gpy_iterative.linear_solvers.low_rank import LowRankFactor, low_rank_parts
 
-
-class ExactFactor(Protocol):
-    """A factor of H [*b, n, n]."""
-
-    def solve(self, rhs: Tensor) -> Tensor:
-        """H^-1 rhs for [*b, n, s]."""
-        ...
-
-    def logdet(self) -> Tensor:
-        """The log-determinant of H [*b]."""
-        ...
-
-    def score(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """Derivatives of log N(y; 0, H) by H, or by the parts of its structure, for weights H^-1 y [*b, n, 1]."""
-        ...
+Structure = tuple[Callable[..., KroneckerFactor | LowRankFactor], tuple[Any, ...]]
 
 
-def structure(operator: LinearOperator | Tensor) -> tuple[Callable[..., ExactFactor], tuple[Any, ...]] | None:
+def structure(operator: LinearOperator | Tensor) -> Structure | None:
     """What makes the factor of H, and the parts, with graph, that it is made of; None for a dense matrix."""
     parts = low_rank_parts(operator)
     if parts is not None:

@@ -22,10 +22,10 @@ from gpy_iterative.exact.probes import RandomFeatures, frequency_draws
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial_inputs import CENTRE_ROWS
 from gpy_iterative.linear_solvers.base import Solver, product_rounding
-from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
+from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor, ExactFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
-from gpy_iterative.linear_solvers.exact_factors import ExactFactor, structure
+from gpy_iterative.linear_solvers.exact_factors import structure
 from gpy_iterative.linear_solvers.kronecker import KroneckerFactor
 from gpy_iterative.linear_solvers.low_rank import LowRankFactor
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus, warn_of
