@@ -48,12 +48,13 @@ def principal_blocks(operator: LinearOperator, index: Tensor) -> Tensor:
 
 def row_block(operator: LinearOperator, rows: slice) -> LinearOperator:
     """`operator[..., rows, :]`; linear_operator would interpolate the whole matrix."""
+    group = row_group(operator)
+    points = slice(rows.start // group, rows.stop // group)
     if isinstance(operator, KroneckerProductLinearOperator):
         data, *task = operator.linear_ops
-        return type(operator)(row_block(data, _shrunk(rows, row_group(operator))), *task)
+        return type(operator)(row_block(data, points), *task)
     if isinstance(operator, BlockInterleavedLinearOperator):
-        base = row_block(operator.base_linear_op, _shrunk(rows, row_group(operator)))
-        return BlockInterleavedLinearOperator(base)
+        return BlockInterleavedLinearOperator(row_block(operator.base_linear_op, points))
     if isinstance(operator, SumLinearOperator):
         return SumLinearOperator(*(row_block(part, rows) for part in operator.linear_ops))
     if isinstance(operator, ConstantMulLinearOperator):
@@ -72,10 +73,6 @@ def row_group(operator: LinearOperator) -> int:
     if isinstance(operator, ConstantMulLinearOperator):
         return row_group(operator.base_linear_op)
     return 1
-
-
-def _shrunk(rows: slice, group: int) -> slice:
-    return slice(rows.start // group, rows.stop // group)
 
 
 def scatter_rows(columns: Tensor, observed: Tensor | None) -> Tensor:

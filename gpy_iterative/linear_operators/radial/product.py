@@ -139,25 +139,22 @@ class RadialProductLinearOperator(TiledLinearOperator):
     def kernel_inputs(self) -> Tensor:
         return torch.cat([factor.kernel_inputs() for factor in self.factors], dim=-1)
 
-    def _on_factors(
-        self, change: Callable[[RadialKernelLinearOperator], Any], axes: Sequence[Axis] = ()
-    ) -> LinearOperator:
-        return type(self)(*map(change, self.factors), products=self.products, axes=axes, is_smooth=self._is_smooth)
+    def _on_factors(self, change: Callable[[RadialKernelLinearOperator], Any], **options: Any) -> LinearOperator:
+        return type(self)(*map(change, self.factors), **self._kwargs | options)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        has_all = isinstance(col_index, slice) and col_index == _ALL
-        axes = self._axes if has_all else ()
-        return self._on_factors(lambda factor: factor._getitem(row_index, col_index, *batch_indices), axes)
+        axes = self._axes if isinstance(col_index, slice) and col_index == _ALL else ()
+        return self._on_factors(lambda factor: factor._getitem(row_index, col_index, *batch_indices), axes=axes)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
         entries = [factor._get_indices(row_index, col_index, *batch_indices) for factor in self.factors]
         return reduce(torch.mul, entries)
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return self if self.symmetric else self._on_factors(lambda factor: factor._transpose_nonbatch())
+        return self if self.symmetric else self._on_factors(lambda factor: factor._transpose_nonbatch(), axes=())
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
-        return self._on_factors(lambda factor: factor._expand_batch(batch_shape))
+        return self._on_factors(lambda factor: factor._expand_batch(batch_shape), axes=())
 
     def _mul_constant(self, other: float | Tensor) -> LinearOperator:
         first, *rest = self.factors
@@ -166,13 +163,11 @@ class RadialProductLinearOperator(TiledLinearOperator):
     # Documented in `extensions.py`
 
     def low_precision_copy(self) -> LinearOperator:
-        factors = [factor.low_precision_copy() for factor in self.factors]
-        return type(self)(*factors, **self._kwargs | {"products": self.products.native()})
+        return self._on_factors(lambda factor: factor.low_precision_copy(), products=self.products.native())
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
-        factors = [factor.in_float64(keeps_tiles=keeps_tiles) for factor in self.factors]
         products = self.products.native(keeps_tiles=keeps_tiles)
-        return type(self)(*factors, **self._kwargs | {"products": products})
+        return self._on_factors(lambda factor: factor.in_float64(keeps_tiles=keeps_tiles), products=products)
 
 
 class ProductByFactor(RadialKernelLinearOperator):
