@@ -63,6 +63,11 @@ class HadamardLinearOperator(ObservedLinearOperator):
         size = self.points.shape[-1]
         return None if len(self.observed_columns) == size else self.observed_columns // len(self.tasks)
 
+    def datum_of_points(self) -> Tensor:
+        """A row of each point, for points that all have one."""
+        rows = torch.arange(len(self.observed), device=self.device)
+        return rows.new_empty(self.points.shape[-2]).index_copy_(0, self.observed // len(self.tasks), rows)
+
     def _diagonal(self) -> Tensor:
         if self.row_points is not None or self.column_points is not None:
             each = torch.arange(len(self.observed), device=self.device)

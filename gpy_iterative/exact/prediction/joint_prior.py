@@ -181,6 +181,8 @@ def _rounded_as(known: LinearOperator, operator: LinearOperator, rows: Tensor | 
         return operator.at(x1.reshape(operator.x1.shape)) if x1.numel() == operator.x1.numel() else operator
     is_alike = type(operator) is type(known) and len(operator._args) == len(known._args)
     if is_alike and isinstance(operator, _COMPOSITIONS):
+        if isinstance(operator, HadamardLinearOperator):
+            rows = known.observed[rows][operator.datum_of_points()] // len(known.tasks)
         pairs = zip(known._args, operator._args, strict=True)
         parts = [_rounded_as(*pair, rows) if isinstance(pair[0], LinearOperator) else pair[1] for pair in pairs]
         return type(operator)(*parts, **operator._kwargs)

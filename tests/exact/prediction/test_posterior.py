@@ -294,8 +294,9 @@ def test_no_graph_without_inputs_that_ask_for_one() -> None:
     assert not prediction.variance.requires_grad
 
 
-def test_mask_policy_drops_missing_targets() -> None:
-    case = CASES["matern-3/2"]()
+@pytest.mark.parametrize("name", ["matern-3/2", "same-inputs"])
+def test_mask_policy_drops_missing_targets(name: str) -> None:
+    case = CASES[name]()
     y = case.y.clone()
     y[[3, 17]] = torch.nan
     keep = ~torch.isnan(y)
