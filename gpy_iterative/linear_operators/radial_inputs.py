@@ -198,6 +198,17 @@ def active_inputs(kernel: kernels.Kernel, x: Inputs) -> Inputs:
     return x.index_select(-1, kernel.active_dims)
 
 
+def read_columns(kernel: kernels.Kernel, columns: Tensor) -> Tensor:
+    """Those of the columns [D] that a kernel reads; of a multiple, sum or product, those that its parts read."""
+    if kernel.active_dims is not None:
+        return active_inputs(kernel, columns)
+    if type(kernel) is kernels.ScaleKernel:
+        return read_columns(kernel.base_kernel, columns)
+    if type(kernel) is kernels.AdditiveKernel or type(kernel) is kernels.ProductKernel:
+        return torch.cat([read_columns(part, columns) for part in kernel.kernels]).unique()
+    return columns
+
+
 def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> bool:
     """Whether a kernel overrides no computation of this base class."""
     names = ("forward", "__call__", "covar_dist", "lengthscale")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from gpytorch import kernels
+from gpytorch.likelihoods import GaussianLikelihood
 from linear_operator import LinearOperator
 from linear_operator.operators import (
     DenseLinearOperator,
@@ -212,9 +213,19 @@ def test_products_with_an_index_kernel(index: type[kernels.IndexKernel], is_firs
                 kernel_operator(kernel(x), KernelProducts())
 
 
-def test_tasks_at_the_same_inputs() -> None:
+@pytest.mark.parametrize(
+    "own",
+    [
+        lambda: kernels.RBFKernel(active_dims=(0, 1)),
+        lambda: kernels.RBFKernel(active_dims=(0,)) * kernels.MaternKernel(active_dims=(1,)),
+        lambda: kernels.ScaleKernel(kernels.RQKernel(active_dims=(0,)) + kernels.MaternKernel(active_dims=(1,))),
+    ],
+)
+def test_tasks_at_the_same_inputs(own: Callable[[], kernels.Kernel]) -> None:
     """The kernel is evaluated once for each point: products cost P^2 T, not n^2 T."""
-    kernel = (kernels.RBFKernel(active_dims=(0, 1)) * kernels.IndexKernel(num_tasks=TASKS, active_dims=(2,))).double()
+    factors = [own(), kernels.IndexKernel(num_tasks=TASKS, active_dims=(2,))]
+    kernel = kernels.ProductKernel(*factors).double()
+    wanted = lambda *x: factors[0](*x).to_dense() * factors[1](*x).to_dense()
     points, index = inputs(6, 2).double(), torch.arange(TASKS).repeat(6).unsqueeze(-1)
     x = torch.cat([points.repeat_interleave(TASKS, dim=0), index], dim=-1)
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))][:14]
@@ -224,13 +235,25 @@ def test_tasks_at_the_same_inputs() -> None:
         found = kernel_operator(kernel(rows, x), KernelProducts())
         assert isinstance(found, HadamardLinearOperator)
         assert found.points.shape == shape
-        pair = found.to_dense(), kernel(rows, x).to_dense()
+        pair = found.to_dense(), wanted(rows, x)
         torch.testing.assert_close(*pair)
         gradients = [torch.autograd.grad(each.square().sum(), list(kernel.parameters())) for each in pair]
         torch.testing.assert_close(*gradients)
     learned = x.clone().requires_grad_()
-    pair = [each.to_dense() for each in (kernel_operator(kernel(learned), KernelProducts()), kernel(learned))]
+    pair = [kernel_operator(kernel(learned), KernelProducts()).to_dense(), wanted(learned)]
     torch.testing.assert_close(*(torch.autograd.grad(each.square().sum(), learned)[0] for each in pair))
+
+
+def test_diagonals_of_inducing_points_are_those_of_data() -> None:
+    """In predictions, GPyTorch makes the variance of each datum exact, and no covariance with another task."""
+    points, likelihood = inputs(6, 2).double(), GaussianLikelihood()
+    own = kernels.InducingPointKernel(kernels.RBFKernel(), points[:2], likelihood, active_dims=(0, 1))
+    index = kernels.IndexKernel(num_tasks=TASKS, active_dims=(2,))
+    kernel = (own * index).double().eval()
+    x = torch.cat([points.repeat(2, 1), torch.arange(2).repeat_interleave(6).unsqueeze(-1)], dim=-1)
+    with torch.no_grad():
+        found = kernel_operator(kernel(x), KernelProducts()).to_dense()
+        torch.testing.assert_close(found, own(x).to_dense() * index(x).to_dense())
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
