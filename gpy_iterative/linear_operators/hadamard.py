@@ -10,6 +10,8 @@ from gpy_iterative.linear_operators import extensions
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
 from gpy_iterative.linear_operators.masked import ObservedLinearOperator, spread_rows
 
+#: Columns with so many times as many points between them cost less by themselves, though their tiles are not kept.
+MOST_SPREAD = 4
 _ALL = slice(None)
 
 
@@ -107,6 +109,11 @@ class HadamardLinearOperator(ObservedLinearOperator):
         by_row = spread_rows(of_pairs, self.row_tasks, len(self.tasks))
         of_tasks = spread_rows(by_row.mT, self.column_tasks, len(self.tasks)).mT
         return (*found, of_tasks.sum_to_size(self.base.tasks.shape), None, None)
+
+    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        points = self.observed_columns[columns] // len(self.tasks)
+        is_scattered = len(points) > 0 and int(points.max() - points.min()) > MOST_SPREAD * len(points)
+        return self[:, columns]._matmul(rhs) if is_scattered else super().columns_matmul(columns, rhs)
 
     def principal_block(self, block: slice) -> Tensor:
         if self.row_points is not None:

@@ -21,6 +21,7 @@ from gpy_iterative.linear_operators.extensions import columns_matmul, rows_matmu
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.hadamard import HadamardLinearOperator
 from gpy_iterative.linear_operators.kronecker import KroneckerLinearOperator
+from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN32
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from tests.exact.gaussian_models import CASES
@@ -254,6 +255,20 @@ def test_diagonals_of_inducing_points_are_those_of_data() -> None:
     with torch.no_grad():
         found = kernel_operator(kernel(x), KernelProducts()).to_dense()
         torch.testing.assert_close(found, own(x).to_dense() * index(x).to_dense())
+
+
+def test_columns_of_scattered_points_leave_out_the_points_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    points, order = inputs(40, 2).double(), torch.randperm(80, generator=generator)
+    operator = HadamardLinearOperator.of(
+        RadialKernelLinearOperator(points, torch.tensor(1.7).double(), function=MATERN32),
+        tasks().to_dense().detach(),
+        *[order % TASKS] * 2,
+        *[order // 2] * 2,
+    )
+    rhs = leaf(4, 3, seed=2).detach()
+    monkeypatch.delattr(ObservedLinearOperator, "columns_matmul")  # of all between
+    torch.testing.assert_close(columns_matmul(operator, slice(50, 54), rhs), dense(operator)[:, 50:54] @ rhs)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
