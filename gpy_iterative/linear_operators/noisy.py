@@ -88,29 +88,33 @@ class NoisyLinearOperator(LinearOperator):
         noise = self.noise.double()
         return ((self.kernel._diagonal() + noise) / noise).mean(-1)
 
-    # Documented in `extensions.py`
-
     def rows_matmul(self, rows: extensions.Rows, rhs: Tensor) -> Tensor:
+        """See `extensions.rows_matmul`."""
         return extensions.rows_matmul(self.kernel, rows, rhs) + self.noise[rows].unsqueeze(-1) * rhs[rows]
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        """See `extensions.columns_matmul`."""
         result = extensions.columns_matmul(self.kernel, columns, rhs)
         result[columns] += self.noise[columns].unsqueeze(-1) * rhs
         return result
 
     def principal_block(self, block: slice) -> Tensor:
+        """See `extensions.principal_block`."""
         result = extensions.principal_block(self.kernel, block)
         result.diagonal().add_(self.noise[block])
         return result
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
+        """See `extensions.principal_blocks`."""
         is_same = rows.unsqueeze(-1) == rows.unsqueeze(-2)
         return extensions.principal_blocks(self.kernel, rows) + is_same * self.noise[rows].unsqueeze(-1)
 
     def kernel_inputs(self) -> Tensor | None:
+        """See `extensions.kernel_inputs`."""
         return extensions.kernel_inputs(self.kernel)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
+        """See `extensions.dense_rows`."""
         kernel, batch = extensions.dense_rows(self.kernel, rows), self.batch_shape
         # A kernel matrix that several noises share is copied.
         result = kernel if kernel.shape[:-2] == batch else kernel.expand(*batch, *kernel.shape[-2:]).clone()
@@ -118,6 +122,7 @@ class NoisyLinearOperator(LinearOperator):
         return result.scatter_add_(-1, index.unsqueeze(-1), noise.unsqueeze(-1).to(result.dtype))
 
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
+        """See `extensions.matrix_derivative`."""
         kernel = extensions.matrix_derivative(self.kernel, weights)
         if not self.noise.requires_grad:
             return (*kernel, None)

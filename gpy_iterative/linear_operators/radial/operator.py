@@ -113,6 +113,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         )
 
     def far_field_error(self) -> float | None:
+        """See `extensions.far_field_error`."""
         tiles = self.tiles()
         field = tiles.far_field() if isinstance(tiles, RadialFarField) else None
         return None if field is None else field.error
@@ -148,6 +149,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return function.value_(u, torch.empty_like(u), self.alpha).mul_(self.tile_scale)
 
     def kernel_inputs(self) -> Tensor:
+        """See `extensions.kernel_inputs`."""
         return self.x1.detach()
 
     def _full_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
