@@ -61,7 +61,7 @@ ORDER_OF_TASKS = (
 #: Noise models that need the inputs, or task indices, of the data.
 NOISE_OF_INPUTS = HeteroskedasticNoise | MultitaskHomoskedasticNoise
 
-#: To look for the axes of columns, or for repeated ones, takes about as long as so many rows of K(x, X).
+#: To look for the axes of columns takes about as long as so many rows of K(x, X).
 ROWS_WITH_AXES = 128
 #: Most distinct inputs of tasks for each datum, if they are looked for.
 MOST_POINTS = 0.75
@@ -243,8 +243,8 @@ def _product_with_tasks(
     row_tasks = _task_numbers(index, x1)
     column_tasks = row_tasks if x2 is None else _task_numbers(index, x2)
     row_points = column_points = None
-    is_looked_for = x2 is None or len(x1) >= ROWS_WITH_AXES
-    repeated = _repeated_points(other, x1 if x2 is None else x2) if is_looked_for else None
+    # Of few rows, too: K(x, X) of all columns would have another centre, and round them otherwise than training.
+    repeated = _repeated_points(other, x1 if x2 is None else x2)
     if repeated is not None:
         # Tasks have data at the same inputs; in the order of data, whose blocks then have few points.
         first, column_points = repeated.in_order_of_data()

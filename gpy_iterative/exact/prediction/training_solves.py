@@ -19,6 +19,7 @@ from gpy_iterative.exact.prediction.projection import (
 )
 from gpy_iterative.exact.prediction.variance_error import VarianceError, lower_variance_error
 from gpy_iterative.exact.probes import RandomFeatures, frequency_draws
+from gpy_iterative.linear_operators.extensions import kernel_inputs
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial_inputs import CENTRE_ROWS
 from gpy_iterative.linear_solvers.base import Solver, product_rounding
@@ -158,8 +159,8 @@ class TrainingSolves:
     def _carry_over(self, known: "TrainingSolves") -> None:
         operator, observed, size = self.system.operator, self.system.observed, known.system.operator.shape[-1]
         factor, projection = known._cholesky, known._projection
-        if known.system.prior.event_shape[0] < CENTRE_ROWS and self.system.prior.loc.dtype != torch.float64:
-            return  # new data move the centre of the inputs, and K(x, X) rounds the known ones otherwise
+        if self.system.prior.loc.dtype != torch.float64 and not _are_rounded_alike(known.system, self.system):
+            return
         if self._is_exact and factor is not None:
             if structure(operator) is None:
                 if not isinstance(factor, CholeskyFactor):  # a batch of new data has no structure
@@ -295,3 +296,11 @@ def _fitting(weights: Tensor | None, system: TrainingSystem) -> Tensor | None:
     if system.observed is not None and weights.shape[-1] == len(system.observed):
         weights = weights[..., system.observed]
     return weights.detach().to(system.residual) if weights.shape == system.residual.shape else None
+
+
+def _are_rounded_alike(known: TrainingSystem, grown: TrainingSystem) -> bool:
+    """Whether new data leave the centre of the inputs, so that K(x, X) rounds the known ones as before."""
+    before, after = kernel_inputs(known.operator), kernel_inputs(grown.operator)
+    if before is None or after is None:
+        return known.prior.event_shape[0] >= CENTRE_ROWS
+    return bool((after[..., : before.shape[-2], :] == before).all())
