@@ -399,7 +399,7 @@ def noisy_operator(
     noise = noise_operator(likelihood, function_dist, *params, **kwargs)
     if not isinstance(noise, DiagLinearOperator):
         whole = kernel_operator(covariance, products, cache) + kernel_operator(noise, products)
-        return whole if observed is None else _at(whole, observed)
+        return whole if observed is None else _restricted(whole, observed)
     variances = noise.diagonal(dim1=-1, dim2=-2)
     # That of missing data has no meaning.
     check_noise(variances if observed is None else torch.where(observed, variances, 1))
@@ -427,10 +427,10 @@ def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> 
         return SumLinearOperator(*(masked_covariance(part, observed) for part in covariance.linear_ops))
     if isinstance(covariance, ConstantMulLinearOperator):
         return ConstantMulLinearOperator(masked_covariance(covariance.base_linear_op, observed), covariance._constant)
-    return _at(to_linear_operator(covariance), observed)
+    return _restricted(to_linear_operator(covariance), observed)
 
 
-def _at(operator: LinearOperator, observed: Tensor) -> ObservedLinearOperator:
+def _restricted(operator: LinearOperator, observed: Tensor) -> ObservedLinearOperator:
     numbers = observed.nonzero().squeeze(-1)
     return ObservedLinearOperator(operator, numbers, numbers)
 
