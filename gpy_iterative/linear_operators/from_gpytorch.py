@@ -39,7 +39,6 @@ from gpy_iterative.linear_operators.masked import ObservedLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RBF
-from gpy_iterative.linear_operators.radial.grid import Axis, repeated_inputs
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.product import RadialProductLinearOperator
 from gpy_iterative.linear_operators.radial_inputs import (
@@ -47,7 +46,7 @@ from gpy_iterative.linear_operators.radial_inputs import (
     is_smooth_product,
     on_grid,
     radial_factors,
-    read_columns,
+    repeated_points,
     value_dtype,
     with_one_gaussian,
 )
@@ -63,8 +62,6 @@ NOISE_OF_INPUTS = HeteroskedasticNoise | MultitaskHomoskedasticNoise
 
 #: To look for the axes of columns takes about as long as so many rows of K(x, X).
 ROWS_WITH_AXES = 128
-#: Most distinct inputs of tasks for each datum, if they are looked for.
-MOST_POINTS = 0.75
 #: Kernels whose own operators have fast products.
 _STRUCTURED = (
     kernels.LinearKernel,
@@ -244,7 +241,7 @@ def _product_with_tasks(
     column_tasks = row_tasks if x2 is None else _task_numbers(index, x2)
     row_points = column_points = None
     # Of few rows, too: K(x, X) of all columns would have another centre, and round them otherwise than training.
-    repeated = _repeated_points(other, x1 if x2 is None else x2)
+    repeated = repeated_points(other, x1 if x2 is None else x2)
     if repeated is not None:
         # Tasks have data at the same inputs; in the order of data, whose blocks then have few points.
         first, column_points = repeated.in_order_of_data()
@@ -264,14 +261,6 @@ def _task_numbers(index: kernels.IndexKernel, x: Tensor) -> Tensor:
         wrong = given[~is_task][0].item()
         raise ValueError(f"The IndexKernel has {count} tasks, 0 to {count - 1}, but the inputs name a task {wrong:g}.")
     return tasks
-
-
-def _repeated_points(kernel: kernels.Kernel, x: Tensor) -> Axis | None:
-    """The distinct points of x for a kernel, if many data share one."""
-    if any(isinstance(part, kernels.InducingPointKernel) for part in kernel.modules()):
-        return None  # in predictions its diagonal is larger, of each datum by itself
-    read = read_columns(kernel, torch.arange(x.shape[-1], device=x.device))
-    return repeated_inputs(x.index_select(-1, read), MOST_POINTS * len(x))
 
 
 def _check_within_grid(kernel: kernels.GridInterpolationKernel, inputs: Tensor) -> None:

@@ -15,7 +15,7 @@ from gpytorch import kernels
 from torch import Tensor
 
 from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF, RadialFunction
-from gpy_iterative.linear_operators.radial.grid import Axis, axes_of, own_cells
+from gpy_iterative.linear_operators.radial.grid import Axis, axes_of, own_cells, repeated_inputs
 
 Inputs = TypeVar("Inputs", Tensor, Tensor | None)
 #: A kernel and its inputs x1 and x2.
@@ -25,6 +25,8 @@ _Factor = tuple[kernels.Kernel, Tensor, Tensor | None]
 CENTRE_ROWS = 256
 #: An RBF kernel of more inputs is not looked at as a product of kernels of single ones.
 MOST_GRID_INPUTS = 3
+#: Most distinct points for each datum, where data share them.
+MOST_POINTS = 0.75
 
 
 @dataclass(frozen=True)
@@ -198,14 +200,22 @@ def active_inputs(kernel: kernels.Kernel, x: Inputs) -> Inputs:
     return x.index_select(-1, kernel.active_dims)
 
 
-def read_columns(kernel: kernels.Kernel, columns: Tensor) -> Tensor:
+def repeated_points(kernel: kernels.Kernel, x: Tensor) -> Axis | None:
+    """The distinct points of x [n, D] for a kernel, if many data share one."""
+    if any(isinstance(part, kernels.InducingPointKernel) for part in kernel.modules()):
+        return None  # in predictions its diagonal is larger, of each datum by itself
+    read = _read_columns(kernel, torch.arange(x.shape[-1], device=x.device))
+    return repeated_inputs(x.index_select(-1, read), MOST_POINTS * len(x))
+
+
+def _read_columns(kernel: kernels.Kernel, columns: Tensor) -> Tensor:
     """Those of the columns [D] that a kernel reads; of a multiple, sum or product, those that its parts read."""
     if kernel.active_dims is not None:
         return active_inputs(kernel, columns)
     if type(kernel) is kernels.ScaleKernel:
-        return read_columns(kernel.base_kernel, columns)
+        return _read_columns(kernel.base_kernel, columns)
     if type(kernel) is kernels.AdditiveKernel or type(kernel) is kernels.ProductKernel:
-        return torch.cat([read_columns(part, columns) for part in kernel.kernels]).unique()
+        return torch.cat([_read_columns(part, columns) for part in kernel.kernels]).unique()
     return columns
 
 

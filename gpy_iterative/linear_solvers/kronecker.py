@@ -62,7 +62,7 @@ def kronecker_parts(operator: LinearOperator | Tensor) -> tuple[tuple[LinearOper
     if is_large or num_unobserved > most_empty(rows):
         return None
     entries = entries_of(cells, tasks.shape[-1], observed)
-    if num_unobserved < 0 or bool((entries.bincount() > 1).any()):  # several data of a task at a point
+    if observed is not None and bool((entries.bincount() > 1).any()):  # several data of a task at a point
         return None
     if not is_independent:
         return (*axes, tasks, noises[0]), entries

@@ -11,6 +11,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from gpy_iterative.linear_operators import extensions
+from gpy_iterative.linear_operators.masked import spread_rows
 
 
 def product(operator: LinearOperator, columns: Tensor) -> Tensor:
@@ -77,11 +78,7 @@ def row_group(operator: LinearOperator) -> int:
 
 def scatter_rows(columns: Tensor, observed: Tensor | None) -> Tensor:
     """[*b, m, s] to [*b, n, s], zero for unobserved data."""
-    if observed is None:
-        return columns
-    result = columns.new_zeros(*columns.shape[:-2], observed.shape[-1], columns.shape[-1])
-    result[..., observed, :] = columns
-    return result
+    return columns if observed is None else spread_rows(columns, observed.nonzero().squeeze(-1), len(observed))
 
 
 def as_columns(rhs: Tensor, dims: int) -> Tensor:

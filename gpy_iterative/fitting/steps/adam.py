@@ -73,13 +73,13 @@ class AdamSteps:
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * LAST ** (self._done / self._num_steps)
         try:
-            coordinates = Coordinates(self.mll)
             if not self._done:
-                coordinates.enter_bounds()
+                Coordinates(self.mll).enter_bounds()
             begun = copied(parameters)
             self._optimizer.zero_grad()
             value = self._value().mean()
-            coordinates.check_value(value)
+            if not self._done:
+                Coordinates(self.mll).check_value(value)
             (-value).backward()
             self._move()
             check_hyperparameters(self.mll.named_parameters())

@@ -152,7 +152,7 @@ class _Selected(DirectionalProduct):
         self._whole = directional_product(operator.base, spread)
 
     def _along(self, tangent: Tangent) -> Tensor | None:
-        found = self._whole.along(tangent[:-2])  # without the masks
+        found = self._whole.along(tangent[:-2])  # without the numbers of rows and columns
         return None if found is None else found[..., self.operator.observed]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
+from gpy_iterative.linear_operators.masked import spread_rows
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.worker_threads import ByDevice
 
@@ -128,8 +129,7 @@ def own_cells(axes: Sequence[Axis]) -> Tensor | None:
 
 def spread(vectors: Tensor, cells: Tensor, sizes: Sequence[int]) -> Tensor:
     """Vectors [n, s] of data with these cells, as sums [*sizes, s]."""
-    whole = vectors.new_zeros(math.prod(sizes), vectors.shape[-1])
-    return whole.index_add_(0, cells, vectors).unflatten(0, tuple(sizes))
+    return spread_rows(vectors, cells, math.prod(sizes)).unflatten(0, tuple(sizes))
 
 
 def along_axis(cells: Tensor, number: int, multiply: Callable[[Tensor], Tensor]) -> Tensor:
